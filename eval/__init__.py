@@ -1,0 +1,1 @@
+"""Entry points that measure what a pre-trained encoder is worth."""

@@ -1,0 +1,485 @@
+"""Recipes: frozen dataclasses, strict YAML, overrides, and saving what was resolved.
+
+Defaults below are the values of the ViT paper's pre-training where it gives one. A shipped recipe
+states every key all the same; whoever leaves one out is told which value was taken.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, fields
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+
+from mpp.errors import UserError
+
+MAY_DIFFER = ("runtime", "finetune")  # keys that do not change the results of a run
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which images, and how they are cut.
+
+    Attributes:
+        source: demo, folder:PATH, hub:NAME[@REVISION] or synthetic:N.
+        train_split: the split that is trained on.
+        eval_split: held-out images; in fine-tuning the test split, read once at the end.
+        image_size: side of the square that the model sees, in pixels.
+        crop_area: smallest and largest share of the image's area that a training crop takes.
+        flip: whether training crops are mirrored at random.
+        per_class: labelled training images of each class to use, chosen by the seed; null for all.
+        holdout: share of each training class on which fine-tuning chooses its learning rate.
+    """
+
+    source: str
+    train_split: str = "train"
+    eval_split: str = "validation"
+    image_size: int = 224
+    crop_area: tuple[float, float] = (0.05, 1.0)
+    flip: bool = True
+    per_class: int | None = None
+    holdout: float = 0.01
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A timm Vision Transformer; null keeps what the name says.
+
+    Attributes:
+        name: a timm name.
+        patch_size: side in pixels.
+        embed_dim: width of the tokens.
+        depth: number of blocks.
+        num_heads: attention heads of a block.
+        dropout: rate at every place where the paper has it (after the position embeddings, the attention
+            output and both layers of the MLP).
+    """
+
+    name: str
+    patch_size: int | None = None
+    embed_dim: int | None = None
+    depth: int | None = None
+    num_heads: int | None = None
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is learned.
+
+    Attributes:
+        name: mpp or supervised.
+        corruption: share of patches that are corrupted in every image (mpp).
+        target: what a corrupted patch is predicted as (mpp).
+        label_smoothing: of the softmax loss (supervised).
+    """
+
+    name: Literal["mpp", "supervised"] = "mpp"
+    corruption: float = 0.5
+    target: Literal["mean_color", "colors_4x4", "pixels"] = "mean_color"
+    label_smoothing: float = 0.0
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How it is learned; every count is in optimiser steps.
+
+    Attributes:
+        steps: length of the run.
+        batch_size: images of one step, over all processes and accumulation.
+        name: adamw (decay times learning rate, as in the paper's code) or sgd.
+        learning_rate: peak value; a list makes fine-tuning choose among its values.
+        schedule: what follows the linear warm-up.
+        end_learning_rate: where the linear schedule ends.
+        warmup_steps: counted inside `steps`.
+        weight_decay: on kernels only.
+        beta1, beta2: of adamw.
+        momentum: of sgd.
+        clip_norm: global norm to which gradients are cut; 0 for no clipping.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float | tuple[float, ...]
+    name: Literal["adamw", "sgd"] = "adamw"
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    end_learning_rate: float = 1e-5
+    warmup_steps: int = 10_000
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.999
+    momentum: float = 0.9
+    clip_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """How the machine is used; none of it changes results beyond rounding.
+
+    Attributes:
+        micro_batch: images of one forward pass on one process; the rest is accumulation.
+        workers: loader processes for each training process, or auto.
+        precision: fp32 or bf16; decides, whatever the launcher says.
+        log_every, eval_every, save_every: in steps; 0 for only at the end.
+        keep: newest checkpoints that stay on disk.
+        log_inputs: write what every step read to `inputs/process_R.jsonl`.
+    """
+
+    micro_batch: int = 128
+    workers: int | Literal["auto"] = "auto"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    log_every: int = 50
+    eval_every: int = 0
+    save_every: int = 0
+    keep: int = 2
+    log_inputs: bool = False
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One run: everything in a recipe.
+
+    Attributes:
+        init: where the weights come from, a REF or scratch.
+        finetune: the recipe with which `eval/finetune.py` fine-tunes this run.
+    """
+
+    data: DataConfig
+    model: ModelConfig
+    optim: OptimConfig
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    seed: int = 0
+    init: str = "scratch"
+    finetune: str | None = None
+
+
+@dataclass(frozen=True)
+class CompareConfig:
+    """A comparison of pre-training methods under one fine-tuning.
+
+    Attributes:
+        finetune: the one fine-tuning recipe of all arms.
+        seeds: of the fine-tunings; arms are paired on them.
+        arms: name -> pre-training recipe, a REF, or scratch.
+        baselines: measured beside the arms, on the same labelled images.
+    """
+
+    finetune: str
+    seeds: tuple[int, ...]
+    arms: dict[str, str]
+    baselines: tuple[Literal["chance", "raw_pixels", "random_encoder"], ...] = ()
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """A value and where it was written, for messages."""
+
+    value: Any
+    place: str
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML, but `1e-4` is a number as in every other language, not text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+T = TypeVar("T")
+
+
+def recipe_names() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(
+        entry.name.removesuffix(".yaml")
+        for entry in resources.files("recipes").iterdir()
+        if entry.name.endswith(".yaml")
+    )
+
+
+def load_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, list[str]]:
+    """A checked run from a recipe's name or path and `key=value` overrides.
+
+    Returns:
+        The run, and the keys that were left out, as `key=value` with the default that they took.
+
+    Raises:
+        UserError: naming file and line or the override, the key, and what would be right.
+    """
+    config, defaults = _load(RunConfig, recipe, overrides)
+    check_run(config)
+    return config, defaults
+
+
+def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
+    """A comparison from a recipe's name or path; raises as `load_run`."""
+    config, _ = _load(CompareConfig, recipe, overrides)
+    if not config.arms or not config.seeds:
+        raise UserError(f"{recipe}: a comparison needs at least one arm and one seed")
+    return config
+
+
+def check_run(config: RunConfig) -> None:
+    """Raises UserError where values contradict each other or lie outside their range."""
+    data, optim, objective, runtime = config.data, config.optim, config.objective, config.runtime
+    rates = optim.learning_rate if isinstance(optim.learning_rate, tuple) else (optim.learning_rate,)
+    smallest, largest = data.crop_area
+    for holds, message in [
+        (0 <= config.seed < 2**32, f"seed={config.seed} must lie in 0 .. 2**32 - 1"),
+        (data.image_size > 0, f"data.image_size={data.image_size} must be positive"),
+        (0 < smallest <= largest <= 1, f"data.crop_area={list(data.crop_area)} must rise within (0, 1]"),
+        (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
+        (0 <= data.holdout < 1, f"data.holdout={data.holdout} must lie in [0, 1)"),
+        (0 <= config.model.dropout < 1, f"model.dropout={config.model.dropout} must lie in [0, 1)"),
+        (
+            0 < objective.corruption <= 1,
+            f"objective.corruption={objective.corruption} must lie in (0, 1]: it is the share of corrupted patches",
+        ),
+        (
+            0 <= objective.label_smoothing < 1,
+            f"objective.label_smoothing={objective.label_smoothing} must lie in [0, 1)",
+        ),
+        (optim.steps > 0, f"optim.steps={optim.steps} must be positive"),
+        (optim.batch_size > 0, f"optim.batch_size={optim.batch_size} must be positive"),
+        (all(rate > 0 for rate in rates) and rates, f"optim.learning_rate={optim.learning_rate} must be positive"),
+        (
+            0 <= optim.warmup_steps < optim.steps,
+            f"optim.warmup_steps={optim.warmup_steps} must be smaller than optim.steps={optim.steps}",
+        ),
+        (optim.weight_decay >= 0, f"optim.weight_decay={optim.weight_decay} must not be negative"),
+        (optim.clip_norm >= 0, f"optim.clip_norm={optim.clip_norm} must not be negative; 0 turns clipping off"),
+        (runtime.micro_batch > 0, f"runtime.micro_batch={runtime.micro_batch} must be positive"),
+        (
+            runtime.workers == "auto" or runtime.workers >= 0,
+            f"runtime.workers={runtime.workers} must be auto or not negative",
+        ),
+        (runtime.log_every > 0, f"runtime.log_every={runtime.log_every} must be positive"),
+        (runtime.eval_every >= 0, f"runtime.eval_every={runtime.eval_every} must not be negative"),
+        (
+            runtime.save_every >= 0 and runtime.save_every % runtime.log_every == 0,
+            f"runtime.save_every={runtime.save_every} must be a multiple of runtime.log_every={runtime.log_every}, "
+            "so that what is saved was seen to be finite",
+        ),
+        (runtime.keep > 0, f"runtime.keep={runtime.keep} must be positive"),
+    ]:
+        if not holds:
+            raise UserError(message)
+
+
+def save(config: RunConfig | CompareConfig, path: Path) -> None:
+    """Writes the resolved recipe, which `load_run` reads back to an equal one."""
+    path.write_text(to_yaml(config))
+
+
+def to_yaml(config: RunConfig | CompareConfig) -> str:
+    return yaml.safe_dump(_plain(config), sort_keys=False)
+
+
+def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
+    """Keys that change results and differ, as `key: before there, after here`."""
+    old, new = dict(_flat(_plain(before))), dict(_flat(_plain(after)))
+    return [
+        f"{key}: {old[key]} there, {new[key]} here"
+        for key in old
+        if key.split(".")[0] not in MAY_DIFFER and old[key] != new[key]
+    ]
+
+
+def recipe_hash(config: RunConfig) -> str:
+    """Twelve digits that are equal where everything that changes results is equal."""
+    values = {key: value for key, value in _plain(config).items() if key not in MAY_DIFFER}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _load(kind: type[T], recipe: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
+    text, name = _find(recipe)
+    tree = _parse(text, name)
+    if not isinstance(tree, dict):
+        raise UserError(f"{name} holds no recipe: expected lines such as `seed: 0`")
+    for override in overrides:
+        _override(tree, override)
+    defaults: list[str] = []
+    config = _build(kind, tree, "", name, sorted(_paths(kind)), defaults)
+    return config, defaults
+
+
+def _find(recipe: str) -> tuple[str, str]:
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
+            raise UserError(f"--recipe {recipe}: no such file; recipes by name: {', '.join(recipe_names())}")
+        return path.read_text(), recipe
+    if recipe not in recipe_names():
+        nearest = difflib.get_close_matches(recipe, recipe_names(), 1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(
+            f"--recipe {recipe}: no such recipe{hint} There are {', '.join(recipe_names())}, or a path to a .yaml file"
+        )
+    return (resources.files("recipes") / f"{recipe}.yaml").read_text(), f"{recipe}.yaml"
+
+
+def _parse(text: str, name: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        return _read_node(loader, node, name) if node else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise UserError(f"{name}{line}: not YAML: {getattr(error, 'problem', error)}") from None
+    finally:
+        loader.dispose()
+
+
+def _read_node(loader: _Loader, node: yaml.Node, name: str) -> Any:
+    """Mappings as dicts, everything else as a leaf with its file and line."""
+    place = name if "=" in name else f"{name}:{node.start_mark.line + 1}"
+    if not isinstance(node, yaml.MappingNode):
+        return _Leaf(loader.construct_object(node, deep=True), place)
+    tree: dict[str, Any] = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        if key in tree:
+            raise UserError(f"{name}:{key_node.start_mark.line + 1}: {key} stands twice; remove one")
+        tree[key] = _read_node(loader, value_node, name)
+    return tree
+
+
+def _override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"{override}: an override is key=value, such as optim.learning_rate=3e-4")
+    value = _parse(text, override)
+    *sections, last = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"{override}: {section} is a value, not a section")
+    if isinstance(tree.get(last), dict):
+        raise UserError(f"{override}: {key} is a section; name a key in it, such as {key}.{next(iter(tree[last]))}")
+    tree[last] = value if value is not None else _Leaf(None, override)
+
+
+def _paths(kind: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            yield from _paths(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def _build(kind: Any, tree: dict[str, Any], prefix: str, name: str, known: list[str], defaults: list[str]) -> Any:
+    hints = typing.get_type_hints(kind)
+    for key, value in tree.items():
+        if key not in hints:
+            place = value.place if isinstance(value, _Leaf) else name
+            raise UserError(f"{place}: unknown key {prefix}{key}{_nearest(prefix + key, known)}")
+    values = {}
+    for spec in fields(kind):
+        path, hint = prefix + spec.name, hints[spec.name]
+        section = dataclasses.is_dataclass(hint)
+        if spec.name not in tree and not section:
+            if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
+                raise UserError(f"{name}: {path} is missing, and has no default")
+            default = spec.default if spec.default is not dataclasses.MISSING else ()
+            defaults.append(f"{path}={list(default) if isinstance(default, tuple) else default}")
+            continue
+        value = tree.get(spec.name, {})
+        if section:
+            if not isinstance(value, dict):
+                raise UserError(f"{value.place}: {path} is a section, not a value")
+            values[spec.name] = _build(hint, value, f"{path}.", name, known, defaults)
+        elif isinstance(value, dict):
+            leaves = {key: leaf.value for key, leaf in value.items() if isinstance(leaf, _Leaf)}
+            values[spec.name] = _convert(leaves, hint, path, name)
+        else:
+            values[spec.name] = _convert(value.value, hint, path, value.place)
+    return kind(**values)
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    last = key.split(".")[-1]
+    same = [path for path in known if path.split(".")[-1] == last]
+    by_last = {path.split(".")[-1]: path for path in known}
+    near = [by_last[match] for match in difflib.get_close_matches(last, by_last, 1)]
+    found = same or difflib.get_close_matches(key, known, 1) or near
+    return f"; did you mean {found[0]}?" if found else f"; the keys are {', '.join(known)}"
+
+
+def _convert(value: Any, hint: Any, path: str, place: str) -> Any:
+    """A value as the type that its field asks for: int may stand for float, bool never for int."""
+    try:
+        return _as(value, hint)
+    except TypeError:
+        shown = "null" if value is None else repr(value)
+        raise UserError(f"{place}: {path} must be {_describe(hint)}, not {shown}") from None
+
+
+def _as(value: Any, hint: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        for option in arguments:
+            try:
+                return _as(value, option)
+            except TypeError:
+                continue
+        raise TypeError
+    if origin is Literal:
+        if value in arguments and not isinstance(value, bool):
+            return value
+        raise TypeError
+    if origin is tuple:
+        kinds = arguments[:1] * len(value) if isinstance(value, list) and arguments[-1] is ... else arguments
+        if isinstance(value, list) and len(value) == len(kinds):
+            return tuple(_as(part, kind) for part, kind in zip(value, kinds, strict=True))
+        raise TypeError
+    if origin is dict:
+        if isinstance(value, dict):
+            return {_as(key, arguments[0]): _as(part, arguments[1]) for key, part in value.items()}
+        raise TypeError
+    if hint is type(None) and value is None:
+        return None
+    if hint is bool and (isinstance(value, bool) or (type(value) is int and value in (0, 1))):
+        return bool(value)
+    if hint is int and type(value) is int:
+        return value
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if hint is str and isinstance(value, str):
+        return value
+    raise TypeError
+
+
+def _describe(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe(option) for option in arguments)
+    if origin is Literal:
+        return " or ".join(str(option) for option in arguments)
+    if origin is tuple:
+        return f"a list such as [{', '.join(_describe(kind) for kind in arguments if kind is not ...)}]"
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    return words.get(hint, "a section of names")

@@ -1,0 +1,8 @@
+"""The one exception that means: the user can mend this."""
+
+
+class UserError(Exception):
+    """A fault in a recipe, a flag, a path or the data: what is wrong, where, and how to mend it.
+
+    Entry points print it as one message and exit with status 2; every other exception is a defect.
+    """

@@ -1,0 +1,66 @@
+"""Sums over data that weigh every example once, whatever the batches and processes."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def sum_and_count(values: Tensor) -> Tensor:
+    """Sum and number of some values as one [2] tensor, in double precision where the device has it."""
+    values = values.detach()
+    total = values.to(exact_type(values.device)).sum()
+    return torch.stack([total, torch.full_like(total, values.numel())])
+
+
+def exact_type(device: torch.device) -> torch.dtype:
+    """The type that sums are kept in; Apple's GPU has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def mean(pair: Tensor) -> float:
+    """Mean from a [2] tensor of sum and count; NaN where nothing was counted."""
+    total, count = pair.tolist()
+    return total / count if count else float("nan")
+
+
+def entropy(histogram: Tensor) -> float:
+    """Entropy of a histogram of counts, in nats."""
+    counts = histogram.double().cpu()
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * share.log()).sum())
+
+
+def top_k_hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
+    """Whether the label is among the k largest logits, bool [batch].
+
+    Args:
+        logits: [batch, class].
+        labels: int64 [batch].
+    """
+    return (logits.topk(k, dim=-1).indices == labels[:, None]).any(dim=-1)
+
+
+class Tally:
+    """Named sums that stay on the device until they are read.
+
+    A name holds a tensor of any fixed shape: a pair of sum and count, or a histogram.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+
+    def add(self, counts: Mapping[str, Tensor]) -> None:
+        for name, value in counts.items():
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def total(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Sums over all processes, on the CPU, by one reduction of one flat vector."""
+        if not self.sums:
+            return {}
+        flat = reduce(torch.cat([value.flatten() for value in self.sums.values()])).cpu()
+        parts = flat.split([value.numel() for value in self.sums.values()])
+        return {
+            name: part.reshape(value.shape)
+            for (name, value), part in zip(self.sums.items(), parts, strict=True)
+        }

@@ -1,0 +1,143 @@
+"""What is learned: what a sample carries, what a batch costs, and what is measured beside it.
+
+An objective has
+    per_sample(epoch, index)          arrays of fixed shape that a training sample carries
+    per_held_out_sample(epoch, index) the same for held-out samples, in every epoch alike
+    build(encoder)                    the model that is trained
+    loss(model, batch)                scalar to minimise, and counts for a `Tally`
+    measure(model, batch)             counts on held-out images
+    summary(totals)                   the numbers that counts add up to
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from timm.models import VisionTransformer
+from torch import Tensor, nn
+
+from mpp import corruption, metrics
+from mpp.data import normalize
+from mpp.model import MaskedPatchModel
+from mpp.targets import COLORS, TARGETS, color_bins, nearest_color_bins
+
+Batch = Mapping[str, Tensor]
+Counts = dict[str, Tensor]
+
+
+class Objective(Protocol):
+    def per_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]: ...
+    def per_held_out_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]: ...
+    def build(self, encoder: VisionTransformer) -> nn.Module: ...
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]: ...
+    def measure(self, model: nn.Module, batch: Batch) -> Counts: ...
+    def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True)
+class MaskedPatchPrediction:
+    """Predict the colours of corrupted patches (ViT paper, B.1.2)."""
+
+    seed: int
+    patch_size: int
+    patch_count: int
+    corruption: float
+    target: str
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def per_sample(self, epoch: int, index: int) -> corruption.Plan:
+        return corruption.plan(self.seed, epoch, index, self.patch_count, self.corruption)
+
+    def per_held_out_sample(self, epoch: int, index: int) -> corruption.Plan:
+        # Seed 0 whatever the run's: held-out losses of different runs then compare.
+        return corruption.plan(0, 0, index, self.patch_count, self.corruption, "held-out corruption")
+
+    def build(self, encoder: VisionTransformer) -> MaskedPatchModel:
+        return MaskedPatchModel(encoder, TARGETS[self.target].outputs(self.patch_size))
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        images = normalize(batch["images"], self.mean, self.std)
+        return model(images, batch["positions"], batch["actions"], batch["donors"])
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]:
+        kind = TARGETS[self.target]
+        targets = corruption.take(kind.of_patches(batch["images"], self.patch_size), batch["positions"])
+        prediction = self.predict(model, batch)
+        cost = kind.cost(prediction, targets)
+        counts = {"loss": metrics.sum_and_count(cost)}
+        if kind.colors:
+            hits = kind.decide(prediction.detach()) == targets
+            counts |= _by_action("accuracy", hits.float().mean(-1), batch["actions"])
+            exact = metrics.exact_type(targets.device)
+            counts["colors"] = torch.bincount(targets.flatten(), minlength=COLORS).to(exact)
+        return cost.mean(), counts
+
+    def measure(self, model: nn.Module, batch: Batch) -> Counts:
+        _, counts = self.loss(model, batch)
+        if self.target == "mean_color":
+            truth = corruption.take(color_bins(batch["images"], self.patch_size), batch["positions"])[..., 0]
+            guess = nearest_color_bins(batch["images"], batch["positions"], self.patch_size)
+            counts |= _by_action("nearest_patch_accuracy", (guess == truth).float(), batch["actions"])
+        return counts
+
+    def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        result = {name: metrics.mean(pair) for name, pair in totals.items() if name != "colors"}
+        if "colors" in totals:
+            histogram = totals["colors"]
+            result["target_entropy"] = metrics.entropy(histogram)
+            result["target_classes"] = int((histogram > 0).sum())
+            result["most_frequent_accuracy"] = float(histogram.max() / histogram.sum())
+        return result
+
+
+def _by_action(name: str, values: Tensor, actions: Tensor) -> Counts:
+    """Counts over all corrupted patches, and apart for masked, random and kept ones."""
+    counts = {name: metrics.sum_and_count(values)}
+    for action, number in corruption.ACTIONS.items():
+        chosen = (actions == number).to(metrics.exact_type(values.device))
+        counts[f"{name}_{action}"] = torch.stack([(values * chosen).sum(), chosen.sum()])
+    return counts
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """Predict the label of an image with a softmax over the classes."""
+
+    classes: int
+    label_smoothing: float
+    mean: Sequence[float]
+    std: Sequence[float]
+
+    def per_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]:
+        return {}
+
+    per_held_out_sample = per_sample
+
+    def build(self, encoder: VisionTransformer) -> nn.Module:
+        return encoder
+
+    def predict(self, model: nn.Module, batch: Batch) -> Tensor:
+        return model(normalize(batch["images"], self.mean, self.std)).float()
+
+    def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]:
+        logits, labels = self.predict(model, batch), batch["labels"]
+        cost = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        counts = {"loss": metrics.sum_and_count(cost)}
+        for k in (1, 5):
+            if k < self.classes:
+                hits = metrics.top_k_hits(logits.detach(), labels, k)
+                counts["accuracy" if k == 1 else f"top_{k}_accuracy"] = metrics.sum_and_count(hits.float())
+        return cost.mean(), counts
+
+    def measure(self, model: nn.Module, batch: Batch) -> Counts:
+        return self.loss(model, batch)[1]
+
+    def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        return {name: metrics.mean(pair) for name, pair in totals.items()}
+
+
+OBJECTIVES: dict[str, type[Any]] = {"mpp": MaskedPatchPrediction, "supervised": Supervised}

@@ -1,0 +1,158 @@
+"""Pictures from arrays: what the encoder saw and predicted, and curves over training."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.patches import Rectangle  # noqa: E402
+
+from mpp.corruption import KEEP, MASK, RANDOM  # noqa: E402
+
+_GREY = 128
+_OUTLINES = {RANDOM: "#e8000b", KEEP: "#1ac938"}
+
+
+def fill(background: np.ndarray, positions: np.ndarray, patches: np.ndarray) -> np.ndarray:
+    """An image with some patches replaced.
+
+    Args:
+        background: uint8 [height, width, 3].
+        positions: int [corrupted], row-major over the grid.
+        patches: uint8 [corrupted, row, column, 3].
+    """
+    picture = background.copy()
+    side = patches.shape[1]
+    columns = background.shape[1] // side
+    for position, patch in zip(positions, patches, strict=True):
+        top, left = position // columns * side, position % columns * side
+        picture[top : top + side, left : left + side] = patch
+    return picture
+
+
+def seen(image: np.ndarray, plan: Mapping[str, np.ndarray], patch_size: int) -> np.ndarray:
+    """What the encoder saw: masked patches grey, random ones with their donor's pixels; uint8 as `image`."""
+    columns = image.shape[1] // patch_size
+    patches = []
+    for action, position, donor in zip(plan["actions"], plan["positions"], plan["donors"], strict=True):
+        source = donor if action == RANDOM else position
+        top, left = source // columns * patch_size, source % columns * patch_size
+        patch = image[top : top + patch_size, left : left + patch_size]
+        patches.append(np.full_like(patch, _GREY) if action == MASK else patch)
+    return fill(image, plan["positions"], np.stack(patches))
+
+
+def draw_mosaic(
+    path: Path,
+    images: np.ndarray,
+    plans: Sequence[Mapping[str, np.ndarray]],
+    predicted: np.ndarray,
+    truth: np.ndarray,
+    names: Sequence[str] = (),
+) -> None:
+    """A column for each image: image, what the encoder saw, prediction, truth.
+
+    Args:
+        images: uint8 [image, height, width, 3].
+        plans: the corruption of each image.
+        predicted, truth: uint8 [image, patch, row, column, 3], of every patch; predictions count only at
+            corrupted patches, the others are the truth.
+        names: written above the columns.
+    """
+    side = predicted.shape[2]
+    columns = images.shape[2] // side
+    every = np.arange(predicted.shape[1])
+    rows = ["image", "what the\nencoder saw", "predicted", "true"]
+    figure, axes = plt.subplots(len(rows), len(images), figsize=(1.5 * len(images) + 1, 6.8), squeeze=False)
+    for number, (image, plan) in enumerate(zip(images, plans, strict=True)):
+        panels = [
+            image,
+            seen(image, plan, side),
+            fill(image, every, predicted[number]),
+            fill(image, every, truth[number]),
+        ]
+        for row, panel in enumerate(panels):
+            axis = axes[row, number]
+            axis.imshow(panel, interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if number == 0:
+                axis.set_ylabel(rows[row], rotation=0, ha="right", va="center", fontsize=11)
+        for action, position in zip(plan["actions"], plan["positions"], strict=True):
+            if action in _OUTLINES:
+                corner = (position % columns * side - 0.5, position // columns * side - 0.5)
+                outline = Rectangle(corner, side, side, fill=False, edgecolor=_OUTLINES[action], linewidth=1.6)
+                axes[1, number].add_patch(outline)
+        if names:
+            axes[0, number].set_title(names[number], fontsize=9)
+    figure.text(
+        0.5,
+        0.01,
+        "grey: mask embedding    red frame: another patch's embedding    green frame: kept, but predicted too.\n"
+        "Patches that were not corrupted are shown in their true colour in both lower rows.",
+        ha="center",
+        fontsize=9,
+    )
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Loss and accuracy over the steps of a run, beside the baselines that need no network."""
+    trained = [record for record in records if "loss" in record]
+    held_out = [record for record in records if "held_out_loss" in record]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    left.plot([r["step"] for r in trained], [r["loss"] for r in trained], color="0.6", label="training")
+    left.plot([r["step"] for r in held_out], [r["held_out_loss"] for r in held_out], "C0.-", label="held out")
+    left.set(xlabel="optimiser step", ylabel="loss (nats)" if trained and "accuracy" in trained[0] else "loss")
+    if held_out and "held_out_target_entropy" in held_out[-1]:
+        entropy = held_out[-1]["held_out_target_entropy"]
+        left.axhline(entropy, color="C3", linestyle="--", label=f"entropy of the classes, {entropy:.2f}")
+    left.set_ylim(bottom=0)
+    left.legend(fontsize=9)
+    lines = {
+        "accuracy_masked": ("C0.-", "masked patches"),
+        "accuracy_random": ("C1.-", "random patches"),
+        "accuracy_kept": ("C2.-", "kept patches"),
+        "accuracy": ("C4.-", "accuracy"),
+    }
+    apart = bool(held_out) and "held_out_accuracy_masked" in held_out[-1]
+    for name, (style, label) in lines.items():
+        if held_out and f"held_out_{name}" in held_out[-1] and not (apart and name == "accuracy"):
+            right.plot([r["step"] for r in held_out], [r[f"held_out_{name}"] for r in held_out], style, label=label)
+    for name, color, label in [
+        ("held_out_nearest_patch_accuracy_masked", "C3", "nearest-patch colour, masked"),
+        ("held_out_most_frequent_accuracy", "0.4", "most frequent class"),
+    ]:
+        if held_out and name in held_out[-1]:
+            value = held_out[-1][name]
+            right.axhline(value, color=color, linestyle="--", label=f"{label}, {value:.2f}")
+    right.set(xlabel="optimiser step", ylabel="held-out accuracy", ylim=(0, 1))
+    if right.get_legend_handles_labels()[0]:
+        right.legend(fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_arms(path: Path, accuracies: Mapping[str, Sequence[float]], baselines: Mapping[str, float]) -> None:
+    """Accuracy of each arm, a dot a seed and a bar for the mean, beside the baselines as lines."""
+    figure, axis = plt.subplots(figsize=(1.7 * len(accuracies) + 3.5, 4))
+    for place, (arm, values) in enumerate(accuracies.items()):
+        axis.bar(place, np.mean(values), width=0.55, color=f"C{place}", alpha=0.55)
+        spread = np.linspace(-0.1, 0.1, len(values)) if len(values) > 1 else np.zeros(1)
+        axis.plot(place + spread, values, "k.", markersize=7)
+        axis.text(place, 0.02, f"{np.mean(values):.3f}", ha="center", fontsize=10)
+    for number, (name, value) in enumerate(baselines.items()):
+        axis.axhline(value, linestyle="--", color=f"{0.25 + 0.2 * number}", label=f"{name}, {value:.2f}")
+    axis.set_xticks(range(len(accuracies)), accuracies)
+    axis.set(ylabel="test accuracy", ylim=(0, 1))
+    axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
