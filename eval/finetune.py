@@ -1,0 +1,51 @@
+"""Fine-tune one initialisation: choose the learning rate on held-out training images, then read the test split once.
+
+    python eval/finetune.py --recipe finetune_b16 init=runs/mpp_b16
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if not __package__:  # run as a file: the repository's root takes the place of this folder
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from mpp import command_line
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = command_line.parse(
+        argv,
+        command="eval/finetune.py",
+        purpose="Fine-tune an encoder and measure it on the test split. With no flags: the newest finished "
+        "pre-training below runs/, with the recipe that it names.",
+        example="python eval/finetune.py --recipe finetune_b16 init=runs/mpp_b16",
+    )
+    command_line.exit_with(lambda: _finetune(flags))
+
+
+def _finetune(flags: command_line.argparse.Namespace) -> None:
+    from mpp import config, run
+    from mpp.console import Console
+
+    console = Console()
+    overrides = list(flags.overrides)
+    name = flags.recipe
+    if name is None:
+        pretrained, name = run.newest_pretraining(Path("runs"), overrides)
+        if pretrained is not None:
+            overrides.append(f"init={pretrained}")
+            console.say(f"fine-tunes {pretrained} with the recipe {name}")
+    recipe, defaults = config.load_run(name, overrides)
+    if defaults:
+        console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
+    if flags.dry_run:
+        console.say(run.dry_run(recipe))
+        return
+    output = flags.output or command_line.default_output(name)
+    run.finetune(recipe, output, console, overwrite=flags.overwrite)
+    console.say(f"done: {output}")
+
+
+if __name__ == "__main__":
+    main()

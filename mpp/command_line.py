@@ -1,0 +1,68 @@
+"""What all entry points share: flags, help, and one message with status 2 for what a user can mend."""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from mpp.config import recipe_names
+from mpp.errors import UserError
+
+
+def parse(
+    argv: Sequence[str] | None, *, command: str, purpose: str, example: str, recipe: str | None = None
+) -> argparse.Namespace:
+    """Flags of interface: recipe, overrides, output, overwrite, dry_run.
+
+    Args:
+        recipe: taken where none is named; None where the entry point finds one itself.
+    """
+    parser = argparse.ArgumentParser(
+        prog=command,
+        description=purpose,
+        epilog=f"recipes: {', '.join(recipe_names())}\n\nexample:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--recipe", default=recipe, metavar="NAME", help="a recipe's name, or a path to a YAML file")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="the run's folder; default runs/RECIPE")
+    parser.add_argument("--overwrite", action="store_true", help="start again where the folder already holds a run")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its cost; train nothing")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="a recipe's key, such as optim.learning_rate=3e-4"
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+def default_output(recipe: str) -> Path:
+    """runs/RECIPE, under the working directory."""
+    path = Path(recipe)
+    name = path.parent.name if path.name == "config.yaml" else path.stem if path.suffix else recipe
+    return Path("runs") / name
+
+
+def exit_with(action: Callable[[], None]) -> NoReturn:
+    """Runs an entry point and leaves with its status: 0 done, 2 for the user to mend, 130 stopped."""
+    from mpp.run import Stopped
+
+    status = 0
+    try:
+        action()
+    except UserError as error:
+        status = 2
+        _tell(f"error: {error}")
+    except Stopped as stopped:
+        status = 130
+        _tell(str(stopped))
+    except KeyboardInterrupt:
+        status = 130
+        _tell("interrupted")
+    if status:
+        sys.stdout.flush()
+    sys.exit(status)
+
+
+def _tell(text: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(text, file=sys.stderr)
