@@ -36,6 +36,7 @@ from mpp.train import Diverged, measure, train
 
 _RUN_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "results.json", "report.md")
 _RUN_FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
+_PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 _MOSAIC_IMAGES = 8
 
 
@@ -219,6 +220,13 @@ def newest_pretraining(root: Path, overrides: Sequence[str]) -> tuple[Path | Non
     if recipe is None:
         raise UserError(f"{run}/config.yaml names no fine-tuning recipe (its key finetune); give --recipe")
     return path, recipe
+
+
+def frozen_encoder(recipe: RunConfig) -> tuple[timm.models.VisionTransformer, tuple[float, ...], tuple[float, ...]]:
+    """The encoder that a recipe starts from, without a head, and its pixel mean and standard deviation."""
+    quiet = Console()
+    quiet.speaks = False
+    return _encoder(recipe, None, quiet)
 
 
 def planned_images(recipe: RunConfig) -> int:
@@ -483,7 +491,7 @@ def _summarize(job: Job, kind: str, figures: Mapping[str, float]) -> dict[str, A
     records = _records(job.folder)
     summary = {
         "kind": kind,
-        "figures": {key: value for key, value in figures.items() if key != "step"},
+        "figures": {key: value for key, value in figures.items() if key not in _PROGRESS},
         "steps": job.recipe.optim.steps,
         "images": job.recipe.optim.steps * job.recipe.optim.batch_size,
         "train_images": len(job.rows),

@@ -1,0 +1,69 @@
+"""What frozen features are worth: features once, and a linear classifier on them."""
+
+import warnings
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from timm.models import VisionTransformer
+
+from mpp.data import Source, normalize, whole_image
+
+STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation, chosen on held-out training rows
+
+
+def pixels(source: Source, rows: np.ndarray, image_size: int) -> np.ndarray:
+    """Raw pixels of some rows, uint8 [row, image_size, image_size, 3]."""
+    return np.stack([whole_image(source.image(int(row)), image_size) for row in rows])
+
+
+@torch.no_grad()
+def patch_means(
+    encoder: VisionTransformer,
+    images: np.ndarray,
+    mean: Sequence[float],
+    std: Sequence[float],
+    micro_batch: int = 256,
+) -> np.ndarray:
+    """Mean of an image's patch tokens after the final norm, the features by which MPP is probed.
+
+    Args:
+        images: uint8 [row, height, width, channel].
+
+    Returns:
+        float32 [row, width].
+    """
+    encoder.eval()
+    device = next(encoder.parameters()).device
+    found = []
+    for start in range(0, len(images), micro_batch):
+        batch = torch.from_numpy(images[start : start + micro_batch]).to(device)
+        tokens = encoder.forward_features(normalize(batch, mean, std))
+        found.append(tokens[:, encoder.num_prefix_tokens :].mean(1).float().cpu().numpy())
+    return np.concatenate(found)
+
+
+def linear_accuracy(
+    fit: tuple[np.ndarray, np.ndarray], choice: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray]
+) -> float:
+    """Test accuracy of logistic regression on standardised features.
+
+    Its strength is chosen on `choice`; it is then fitted on `fit` and `choice` together.
+
+    Args:
+        fit, choice, test: features [row, feature] and labels [row].
+    """
+
+    def fitted(strength: float, features: np.ndarray, labels: np.ndarray) -> object:
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=300))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return model.fit(features, labels)
+
+    best = max(STRENGTHS, key=lambda strength: fitted(strength, *fit).score(*choice))
+    together = (np.concatenate([fit[0], choice[0]]), np.concatenate([fit[1], choice[1]]))
+    return float(fitted(best, *together).score(*test))

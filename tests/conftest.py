@@ -1,0 +1,54 @@
+"""Shared by all tests: no network, tiny recipes, and running entry points as real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TINY = {
+    "seed": 0,
+    "init": "scratch",
+    "data": {"source": "synthetic:24", "image_size": 32, "crop_area": [0.5, 1.0], "holdout": 0.25},
+    "model": {"name": "vit_tiny_patch16_224", "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+    "objective": {"name": "mpp"},
+    "optim": {"steps": 4, "batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 1},
+    "runtime": {"micro_batch": 8, "workers": 0, "log_every": 1},
+}
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """Writes a small recipe, changed by dotted keys, and returns its path."""
+
+    def write(name="tiny", **changes):
+        recipe = yaml.safe_load(yaml.safe_dump(TINY))
+        for key, value in changes.items():
+            section, _, last = key.rpartition("__")
+            (recipe[section] if section else recipe)[last] = value
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        return str(path)
+
+    return write
+
+
+def command(*arguments, processes=1, cwd=None, env=None):
+    """Runs an entry point as a person would; with more processes under torchrun on the CPU."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return subprocess.run(
+        [*launcher, *map(str, arguments)],
+        cwd=cwd or ROOT,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
