@@ -241,6 +241,11 @@ def check_run(config: RunConfig) -> None:
         (0 < smallest <= largest <= 1, f"data.crop_area={list(data.crop_area)} must rise within (0, 1]"),
         (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
         (0 <= data.holdout < 1, f"data.holdout={data.holdout} must lie in [0, 1)"),
+        *[
+            (value is None or value > 0, f"model.{name}={value} must be positive, or null")
+            for name, value in dataclasses.asdict(config.model).items()
+            if name in ("patch_size", "embed_dim", "depth", "num_heads")
+        ],
         (0 <= config.model.dropout < 1, f"model.dropout={config.model.dropout} must lie in [0, 1)"),
         (
             0 < objective.corruption <= 1,

@@ -276,11 +276,11 @@ def _read_image(file: Any, name: str) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # malformed metadata that the pixels do not need
-            picture = Image.open(file)
-            picture.load()
+            with Image.open(file) as picture:
+                picture.load()
+                return to_rgb(picture)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{name} can't be read as an image: {error}; repair or remove it") from None
-    return to_rgb(picture)
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:

@@ -1,5 +1,6 @@
 """Encoders from timm, the model of masked patch prediction, and putting weights into them."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -40,8 +41,8 @@ def build_encoder(
     shape = {"patch_size": patch_size, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
     arguments = {key: value for key, value in shape.items() if value is not None}
     if not timm.is_model(name):
-        near = timm.list_models(f"*{name.split('_')[0]}*patch*")[:6] or timm.list_models("vit_base_patch*")[:6]
-        raise UserError(f"model.name={name}: timm knows no such model; it has, for instance, {', '.join(near)}")
+        near = difflib.get_close_matches(name, timm.list_models("vit_*"), 3, cutoff=0.3)
+        raise UserError(f"model.name={name}: timm knows no such model; nearest are {', '.join(near)}")
     if embed_dim and num_heads and embed_dim % num_heads:
         raise UserError(f"model.embed_dim={embed_dim} is not a multiple of model.num_heads={num_heads}")
     try:

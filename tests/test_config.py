@@ -62,6 +62,7 @@ def test_defaults_are_named(tiny):
         ("objective.corruption=0", "objective.corruption=0.0 must lie in (0, 1]"),
         ("objective.corruption=1.5", "objective.corruption=1.5 must lie in (0, 1]"),
         ("seed=-1", "seed=-1 must lie in 0 .. 2**32 - 1"),
+        ("model.depth=0", "model.depth=0 must be positive, or null"),
         ("optim.steps=0", "optim.steps=0 must be positive"),
         ("optim.warmup_steps=4", "optim.warmup_steps=4 must be smaller than optim.steps=4"),
         ("runtime.save_every=5", None),

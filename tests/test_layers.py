@@ -1,0 +1,87 @@
+"""The house: who may import whom, and what nothing may be called."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A module imports only from floors strictly below its own. Doors are imported by nothing.
+FLOORS = [
+    {"mpp.errors"},
+    {"mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console"},
+    {"mpp.corruption", "mpp.targets", "mpp.data", "mpp.optim", "mpp.checkpoint"},
+    {"mpp.model", "mpp.pictures", "mpp.probe"},
+    {"mpp.objectives"},
+    {"mpp.train", "mpp.cost"},
+    {"mpp.run"},
+    {"mpp.command_line"},
+]
+DOORS = {"mpp.pretrain", "eval.finetune", "eval.compare"}
+KNOW_THE_CONFIG = {"mpp.run", "mpp.command_line", *DOORS}
+FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
+OURS = ("mpp", "eval", "recipes")
+
+
+def module_files():
+    for package in ("mpp", "eval"):
+        for file in sorted((ROOT / package).rglob("*.py")):
+            if file.stem != "__init__":
+                yield ".".join(file.relative_to(ROOT).with_suffix("").parts), file
+
+
+def imports(file):
+    """Every module that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            assert node.module
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in FLOOR or inside in DOORS else node.module
+
+
+FILES = dict(module_files())
+
+
+def test_every_module_has_a_floor():
+    assert set(FILES) == set(FLOOR) | DOORS
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_down(module):
+    for name in imports(FILES[module]):
+        if name.split(".")[0] not in OURS or name in OURS:
+            continue
+        assert name not in DOORS, f"{module} imports the entry point {name}"
+        if module not in DOORS:
+            assert FLOOR[name] < FLOOR[module], f"{module} imports {name}, which is not below it"
+        if name == "mpp.config":
+            assert module in KNOW_THE_CONFIG, f"{module} knows the config"
+
+
+def dependencies():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    names = {re.match(r"[A-Za-z0-9_-]+", line).group().lower() for line in declared}
+    renamed = {"pyyaml": "yaml", "pillow": "pil", "scikit-learn": "sklearn", "scikit-image": "skimage"}
+    return {renamed.get(name, name) for name in names}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_third_party_imports_are_declared(module):
+    allowed = dependencies() | set(OURS)
+    for name in imports(FILES[module]):
+        top = name.split(".")[0]
+        assert top in sys.stdlib_module_names or top.lower() in allowed, f"{module} imports {top}, which is not declared"
+
+
+def test_no_module_is_named_like_a_standard_module_or_a_dependency():
+    taken = set(sys.stdlib_module_names) | dependencies()
+    for module in FILES:
+        assert module.split(".")[-1] not in taken, f"{module} would replace another module for scripts beside it"

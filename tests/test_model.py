@@ -1,0 +1,209 @@
+"""mpp/model.py against timm, SciPy, and a whole forward pass in NumPy."""
+
+import math
+
+import numpy as np
+import pytest
+import scipy.ndimage
+import scipy.special
+import timm
+import torch
+
+from mpp.corruption import KEEP, MASK, RANDOM
+from mpp.errors import UserError
+from mpp.model import MaskedPatchModel, build_encoder, load_encoder, resize_position_embedding
+
+
+def tiny_encoder(image_size=16, classes=0, **changes):
+    torch.manual_seed(0)
+    shape = {"patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 3, **changes}
+    return build_encoder("vit_tiny_patch16_224", image_size=image_size, classes=classes, **shape)
+
+
+def plan(positions, actions, donors):
+    return tuple(torch.tensor(part) for part in (positions, actions, donors))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_with_nothing_corrupted_it_is_timms_forward_features_bit_for_bit(dropout):
+    model = MaskedPatchModel(tiny_encoder(dropout=dropout), 512)
+    images = torch.randn(3, 3, 16, 16)
+    kept = plan([[0, 5, 9]] * 3, [[KEEP] * 3] * 3, [[1, 2, 3]] * 3)
+    torch.manual_seed(1)
+    ours = model.encode(images, *kept)
+    torch.manual_seed(1)
+    assert torch.equal(ours, model.encoder.forward_features(images))
+
+
+def norm(x, layer):
+    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    return x * layer["weight"] + layer["bias"]
+
+
+def in_numpy(weights, image, positions, actions, donors, heads):
+    """Logits at the corrupted patches of one image [channel, height, width], from equations 1 to 4 of the paper."""
+    w = {name: value.detach().double().numpy() for name, value in weights.items()}
+
+    def layer(name):
+        return {"weight": w[f"encoder.{name}.weight"], "bias": w[f"encoder.{name}.bias"]}
+
+    kernel = layer("patch_embed.proj")
+    width, _, p, _ = kernel["weight"].shape
+    side = image.shape[1] // p
+    patches = [image[:, r * p : r * p + p, c * p : c * p + p].ravel() for r in range(side) for c in range(side)]
+    embeddings = np.stack(patches) @ kernel["weight"].reshape(width, -1).T + kernel["bias"]
+    tokens = embeddings.copy()
+    for position, action, donor in zip(positions, actions, donors, strict=True):
+        if action == MASK:
+            tokens[position] = w["mask_embedding"]
+        elif action == RANDOM:
+            tokens[position] = embeddings[donor]
+    z = np.concatenate([w["encoder.cls_token"][0], tokens]) + w["encoder.pos_embed"][0]
+    block = 0
+    while f"encoder.blocks.{block}.norm1.weight" in w:
+        at = f"blocks.{block}."
+        x = norm(z, layer(at + "norm1"))
+        qkv = x @ layer(at + "attn.qkv")["weight"].T + layer(at + "attn.qkv")["bias"]
+        q, k, v = (part.reshape(len(z), heads, -1).transpose(1, 0, 2) for part in np.split(qkv, 3, axis=1))
+        attention = scipy.special.softmax(q @ k.transpose(0, 2, 1) / math.sqrt(width / heads), axis=-1)
+        mixed = (attention @ v).transpose(1, 0, 2).reshape(len(z), width)
+        z = z + mixed @ layer(at + "attn.proj")["weight"].T + layer(at + "attn.proj")["bias"]
+        x = norm(z, layer(at + "norm2")) @ layer(at + "mlp.fc1")["weight"].T + layer(at + "mlp.fc1")["bias"]
+        x = x * 0.5 * (1 + scipy.special.erf(x / math.sqrt(2)))
+        z = z + x @ layer(at + "mlp.fc2")["weight"].T + layer(at + "mlp.fc2")["bias"]
+        block += 1
+    z = norm(z, layer("norm"))
+    return z[[1 + position for position in positions]] @ w["head.weight"].T + w["head.bias"]
+
+
+def test_a_whole_forward_pass_and_loss_against_numpy():
+    model = MaskedPatchModel(tiny_encoder(), 512)
+    with torch.no_grad():  # nothing may hide behind a zero
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    images = torch.randn(2, 3, 16, 16)
+    positions = [[0, 3, 6, 15], [1, 2, 8, 9]]
+    actions = [[MASK, RANDOM, KEEP, MASK], [RANDOM, RANDOM, MASK, KEEP]]
+    donors = [[2, 0, 5, 7], [2, 15, 3, 4]]
+    logits = model(images, *plan(positions, actions, donors))
+    expected = np.stack(
+        [
+            in_numpy(model.state_dict(), images[row].double().numpy(), positions[row], actions[row], donors[row], heads=3)
+            for row in range(2)
+        ]
+    )
+    np.testing.assert_allclose(logits.detach().numpy(), expected, atol=2e-5)
+    targets = np.array([[3, 511, 0, 9], [7, 7, 400, 21]])
+    log_softmax = expected - scipy.special.logsumexp(expected, axis=-1, keepdims=True)
+    loss = -np.take_along_axis(log_softmax, targets[..., None], -1).mean()
+    ours = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(targets).flatten())
+    assert math.isclose(ours.item(), loss, rel_tol=1e-5)
+
+
+def test_all_masked_without_positions_is_the_same_everywhere_and_with_them_it_is_not():
+    model = MaskedPatchModel(tiny_encoder(), 8)
+    torch.nn.init.normal_(model.head.weight)
+    everything = plan([list(range(16))], [[MASK] * 16], [[(i + 1) % 16 for i in range(16)]])
+    images = torch.randn(1, 3, 16, 16)
+    differ = model(images, *everything)[0]
+    assert differ.std(0).max() > 1e-3
+    torch.nn.init.zeros_(model.encoder.pos_embed)
+    alike = model(images, *everything)[0]
+    assert torch.allclose(alike, alike[:1].expand_as(alike), atol=1e-6)
+
+
+@pytest.mark.parametrize(("patch", "image", "width", "heads"), [(8, 96, 192, 3), (14, 224, 192, 3), (16, 96, 320, 5), (32, 224, 192, 3)])
+def test_any_patch_width_and_image(patch, image, width, heads):
+    encoder = tiny_encoder(image, patch_size=patch, embed_dim=width, num_heads=heads, depth=1)
+    model = MaskedPatchModel(encoder, 512)
+    count = (image // patch) ** 2
+    half = count // 2
+    parts = plan([list(range(half))], [[MASK] * half], [[count - 1] * half])
+    model(torch.randn(1, 3, image, image), *parts).sum().backward()
+    assert model.mask_embedding.grad.shape == (width,)
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "expected"),
+    [("vit_base_patch16_224", 1000, 86_567_656), ("vit_base_patch16_224", 0, 85_798_656), ("vit_large_patch32_224", 0, 305_510_400)],
+)
+def test_parameters_of_the_papers_models(name, classes, expected):
+    with torch.device("meta"):
+        encoder = build_encoder(name, image_size=224, classes=classes)
+    assert sum(parameter.numel() for parameter in encoder.parameters()) == expected
+
+
+def test_heads_and_mask_start_as_in_the_paper():
+    encoder = tiny_encoder(classes=7)
+    assert encoder.head.weight.abs().sum() == 0 and encoder.head.bias.abs().sum() == 0
+    model = MaskedPatchModel(tiny_encoder(embed_dim=768, num_heads=3), 512)
+    assert model.head.weight.abs().sum() == 0
+    assert 0.018 < model.mask_embedding.std() < 0.022
+
+
+@pytest.mark.parametrize("new", [(5, 5), (2, 2), (7, 3)])
+def test_position_embeddings_resize_as_scipy_zoom(new):
+    old = torch.randn(1, 1 + 16, 6)
+    found = resize_position_embedding(old, 1, new)
+    grid = old[0, 1:].reshape(4, 4, 6).double().numpy()
+    expected = scipy.ndimage.zoom(grid, (new[0] / 4, new[1] / 4, 1), order=1)
+    assert expected.shape == (*new, 6)
+    np.testing.assert_allclose(found[0, 1:].numpy(), expected.reshape(-1, 6), atol=1e-5)
+    assert torch.equal(found[:, :1], old[:, :1])
+
+
+def test_position_embeddings_that_fit_are_left_alone():
+    old = torch.randn(1, 17, 6)
+    assert resize_position_embedding(old, 1, (4, 4)) is old
+    flat = torch.ones(1, 17, 6)
+    assert torch.equal(resize_position_embedding(flat, 1, (9, 9)), torch.ones(1, 82, 6))
+
+
+def test_loading_keeps_the_new_head_and_drops_the_old():
+    old, new = tiny_encoder(classes=5), tiny_encoder(image_size=24, classes=5)
+    torch.nn.init.normal_(old.head.weight)
+    loaded = load_encoder(new, old.state_dict(), "there")
+    assert loaded.dropped == ["head.weight", "head.bias"]
+    assert loaded.resized == (4, 6)
+    assert new.head.weight.abs().sum() == 0
+    assert torch.equal(new.blocks[1].mlp.fc1.weight, old.blocks[1].mlp.fc1.weight)
+    assert torch.equal(new.pos_embed, resize_position_embedding(old.pos_embed, 1, (6, 6)))
+
+
+def test_every_name_that_does_not_fit_is_listed_and_nothing_is_loaded():
+    new = tiny_encoder()
+    before = {name: value.clone() for name, value in new.state_dict().items()}
+    weights = {name: value + 1 for name, value in tiny_encoder(depth=3).state_dict().items()}
+    del weights["norm.bias"]
+    weights["cls_token"] = torch.zeros(1, 1, 5)
+    with pytest.raises(UserError) as refusal:
+        load_encoder(new, weights, "runs/other")
+    message = str(refusal.value)
+    assert message.startswith("init=runs/other does not fit the model of this recipe; nothing was loaded")
+    assert "missing: norm.bias" in message
+    assert "shape of cls_token: [1, 1, 5] there, [1, 1, 24] in the model" in message
+    assert all(f"unexpected: {name}" in message for name in weights if name.startswith("blocks.2."))
+    assert all(torch.equal(before[name], value) for name, value in new.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("vit_bas_patch16_224", {}, "timm knows no such model; nearest are vit_base_patch16_224"),
+        ("resnet18", {}, "resnet18"),
+        ("vit_tiny_patch16_224", {"image_size": 220}, "use 208 or 224"),
+        ("vit_tiny_patch16_224", {"embed_dim": 100, "num_heads": 3}, "model.embed_dim=100 is not a multiple of model.num_heads=3"),
+        ("vit_tiny_patch16_224", {"image_size": 8}, "use 16"),
+        ("vit_tiny_patch16_224", {"image_size": 8, "patch_size": 16}, "use 16"),
+    ],
+)
+def test_models_that_cannot_be_built(name, changes, words):
+    with pytest.raises(UserError) as refusal:
+        build_encoder(name, **{"image_size": 224, **changes})
+    assert words in str(refusal.value)
+
+
+def test_the_private_names_of_timm_that_are_used_exist():
+    encoder = timm.create_model("vit_tiny_patch16_224", depth=1)
+    for name in ("patch_embed", "_pos_embed", "patch_drop", "norm_pre", "blocks", "norm", "num_prefix_tokens"):
+        assert hasattr(encoder, name)

@@ -1,0 +1,163 @@
+"""mpp/objectives.py: what enters the loss, and what is counted beside it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mpp.corruption import KEEP, MASK, RANDOM
+from mpp.metrics import Tally
+from mpp.model import build_encoder
+from mpp.objectives import MaskedPatchPrediction, Supervised
+
+HALF = (0.5, 0.5, 0.5)
+
+
+def tiny(classes=0):
+    torch.manual_seed(0)
+    return build_encoder(
+        "vit_tiny_patch16_224", image_size=16, classes=classes, patch_size=4, embed_dim=24, depth=1, num_heads=3
+    )
+
+
+def mpp(target="mean_color", corruption=0.5):
+    return MaskedPatchPrediction(0, 4, 16, corruption, target, HALF, HALF)
+
+
+def batch_of(objective, count=4):
+    plans = [objective.per_sample(0, index) for index in range(count)]
+    batch = {key: torch.from_numpy(np.stack([plan[key] for plan in plans])) for key in plans[0]}
+    batch["images"] = torch.randint(0, 256, (count, 16, 16, 3), dtype=torch.uint8)
+    return batch
+
+
+def trained(objective):
+    model = objective.build(tiny())
+    torch.nn.init.normal_(model.head.weight, std=0.5)
+    return model
+
+
+def test_the_first_loss_is_exactly_ln_512():
+    objective = mpp()
+    loss, counts = objective.loss(objective.build(tiny()), batch_of(objective))
+    assert math.isclose(loss.item(), math.log(512), rel_tol=1e-6)
+    assert counts["loss"][1] == 4 * 8
+
+
+@pytest.mark.parametrize("target", ["mean_color", "colors_4x4", "pixels"])
+def test_only_corrupted_patches_enter_the_loss(target):
+    objective = mpp(target)
+    model = trained(objective).eval()
+    batch = batch_of(objective, 1)
+    chosen = batch["positions"][0].tolist()
+    untouched = next(patch for patch in range(16) if patch not in chosen and patch not in batch["donors"][0].tolist())
+
+    # The encoder's input is held fixed, so that only the target of one patch changes.
+    class Frozen(torch.nn.Module):
+        def forward(self, images, *plan):
+            return prediction
+
+    prediction = model(torch.zeros(1, 3, 16, 16), batch["positions"], batch["actions"], batch["donors"]).detach()
+
+    def loss_with(patch):
+        images = batch["images"].clone()
+        row, column = divmod(patch, 4)
+        images[0, row * 4 : row * 4 + 4, column * 4 : column * 4 + 4] ^= 255
+        return objective.loss(Frozen(), {**batch, "images": images})[0].item()
+
+    before = objective.loss(Frozen(), batch)[0].item()
+    assert loss_with(untouched) == before
+    for patch in chosen:  # kept ones too
+        assert loss_with(patch) != before
+
+
+def test_gradient_reaches_the_mask_embedding_and_the_encoder():
+    objective = mpp()
+    model = trained(objective)
+    objective.loss(model, batch_of(objective))[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model.mask_embedding.grad.abs().sum() > 0
+    assert model.encoder.patch_embed.proj.weight.grad.abs().sum() > 0
+
+
+def test_no_gradient_passes_through_the_targets():
+    objective = mpp("pixels")
+    batch = batch_of(objective)
+    loss, _ = objective.loss(trained(objective), batch)
+    loss.backward()
+    assert batch["images"].dtype == torch.uint8 and not batch["images"].requires_grad
+
+
+def test_accuracy_apart_for_each_action_by_hand():
+    objective = mpp()
+    batch = batch_of(objective, 1)
+    batch["images"] = torch.zeros(1, 16, 16, 3, dtype=torch.uint8)  # every target is class 0
+    batch["actions"] = torch.tensor([[MASK, MASK, MASK, RANDOM, RANDOM, KEEP, MASK, KEEP]])
+    right = torch.tensor([1, 1, 0, 1, 0, 0, 0, 1]).bool()
+
+    class Fixed(torch.nn.Module):
+        def forward(self, images, *plan):
+            logits = torch.zeros(1, 8, 512)
+            logits[0, right, 0] = 1.0
+            logits[0, ~right, 5] = 1.0
+            return logits
+
+    tally = Tally()
+    tally.add(objective.measure(Fixed(), batch))
+    found = objective.summary(tally.total(lambda x: x))
+    assert found["accuracy"] == 4 / 8
+    assert (found["accuracy_masked"], found["accuracy_random"], found["accuracy_kept"]) == (2 / 4, 1 / 2, 1 / 2)
+    assert found["nearest_patch_accuracy_masked"] == 1.0
+    assert (found["target_entropy"], found["target_classes"], found["most_frequent_accuracy"]) == (0.0, 1, 1.0)
+
+
+def test_eight_grey_levels_are_at_least_eight_targets():
+    objective = mpp()
+    batch = batch_of(objective, 64)
+    levels = torch.arange(64) % 8 * 32 + 16
+    batch["images"] = levels.to(torch.uint8)[:, None, None, None].expand(64, 16, 16, 3).contiguous()
+    tally = Tally()
+    tally.add(objective.loss(objective.build(tiny()), batch)[1])
+    found = objective.summary(tally.total(lambda x: x))
+    assert found["target_classes"] == 8
+    assert math.isclose(found["target_entropy"], math.log(8))
+
+
+def test_held_out_plans_stay_the_same_over_epochs_and_seeds():
+    first = mpp().per_held_out_sample(0, 7)
+    other = MaskedPatchPrediction(5, 4, 16, 0.5, "mean_color", HALF, HALF).per_held_out_sample(3, 7)
+    assert all(np.array_equal(first[key], other[key]) for key in first)
+    assert not np.array_equal(first["positions"], mpp().per_sample(0, 7)["positions"])
+
+
+def test_targets_come_from_uint8_under_bf16_too():
+    objective = mpp()
+    model, batch = objective.build(tiny()), batch_of(objective)
+    _, full = objective.loss(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, half = objective.loss(model, batch)
+    assert torch.equal(full["colors"], half["colors"])
+
+
+def test_supervised_loss_against_numpy_and_top_k():
+    objective = Supervised(7, 0.1, HALF, HALF)
+    model = objective.build(tiny(7))
+    torch.nn.init.normal_(model.head.weight)
+    labels = torch.tensor([0, 6, 3])
+    batch = {"images": torch.randint(0, 256, (3, 16, 16, 3), dtype=torch.uint8), "labels": labels}
+    loss, counts = objective.loss(model, batch)
+    logits = model((batch["images"].permute(0, 3, 1, 2).float() - 127.5) / 127.5).detach().double().numpy()
+    log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    smooth = 0.9 * np.eye(7)[labels] + 0.1 / 7
+    assert math.isclose(loss.item(), -(smooth * log_p).sum(1).mean(), rel_tol=1e-5)
+    ranks = (logits > logits[np.arange(3), labels][:, None]).sum(1)
+    assert counts["accuracy"].tolist() == [(ranks < 1).sum(), 3]
+    assert counts["top_5_accuracy"].tolist() == [(ranks < 5).sum(), 3]
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5])
+def test_few_classes_have_no_top_5(classes):
+    objective = Supervised(classes, 0.0, HALF, HALF)
+    batch = {"images": torch.zeros(2, 16, 16, 3, dtype=torch.uint8), "labels": torch.tensor([0, 1])}
+    assert set(objective.loss(objective.build(tiny(classes)), batch)[1]) == {"loss", "accuracy"}
