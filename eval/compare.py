@@ -1,8 +1,9 @@
 """Compare pre-training methods under one fine-tuning, with paired seeds, and report it.
 
-    python eval/compare.py --recipe compare_demo --output runs/demo
+python eval/compare.py --recipe compare_demo --output runs/demo
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -17,7 +18,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import numpy as np
 
-from mpp import command_line, config, console, data, pictures, probe, run
+from mpp import command_line, config, console, data, pictures, probe, run, sources, wiring
 from mpp.errors import UserError
 
 Record = dict[str, Any]
@@ -61,13 +62,13 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
     recipes = [arm.pretraining for arm in arms if arm.pretraining is not None]
     if flags.dry_run:
         for recipe in [*recipes, next(iter(tunings.values()))]:
-            print(run.dry_run(recipe), end="\n\n")
-        print(f"in all             {sum(map(run.planned_images, [*recipes, *tunings.values()])):,} images")
+            print(wiring.dry_run(recipe), end="\n\n")
+        print(f"in all             {sum(map(wiring.planned_images, [*recipes, *tunings.values()])):,} images")
         return
     _open_folder(output, plan, flags.overwrite)
 
     began = time.monotonic()
-    screen = console.Console(sum(map(run.planned_images, [*recipes, *tunings.values()])))
+    screen = console.Console(sum(map(wiring.planned_images, [*recipes, *tunings.values()])))
     parts, part = len(recipes) + len(tunings), 0
     for arm in arms:
         if arm.pretraining is not None:
@@ -96,7 +97,9 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
     for arm in arms:
         for sentence in _pretraining_facts(arm):
             screen.say(sentence)
-    screen.say(f"\nreport: {output / 'report.md'}, pictures: {output / 'figures'} ({(time.monotonic() - began) / 60:.1f} min)")
+    screen.say(
+        f"\nreport: {output / 'report.md'}, pictures: {output / 'figures'} ({(time.monotonic() - began) / 60:.1f} min)"
+    )
 
 
 def _arm(name: str, value: str, output: Path) -> Arm:
@@ -124,14 +127,14 @@ def _frozen(
 ) -> list[Record]:
     """Linear classifiers on frozen features and raw pixels, on the labelled images that the seed draws."""
     recipe = next(iter(tunings.values()))
-    source = data.open_source(recipe.data.source, recipe.data.train_split)
-    test = data.open_source(recipe.data.source, recipe.data.eval_split)
+    source = sources.open_source(recipe.data.source, recipe.data.train_split)
+    test = sources.open_source(recipe.data.source, recipe.data.eval_split)
     assert source.labels is not None and test.labels is not None and source.classes is not None
     rows = [*data.labelled_rows(source, seed, recipe.data.per_class, recipe.data.holdout), np.arange(len(test))]
-    sources = [source, source, test]
+    origins = [source, source, test]
     size = recipe.data.image_size
-    images = [probe.pixels(one, some, size) for one, some in zip(sources, rows, strict=True)]
-    labels = [one.labels[some] for one, some in zip(sources, rows, strict=True)]
+    images = [probe.pixels(one, some, size) for one, some in zip(origins, rows, strict=True)]
+    labels = [np.asarray(one.labels)[some] for one, some in zip(origins, rows, strict=True)]
 
     def accuracy(features: list[np.ndarray]) -> float:
         return probe.linear_accuracy(*zip(features, labels, strict=True))
@@ -150,13 +153,11 @@ def _frozen(
 
     found = []
     for arm in arms:
-        encoder, mean, std = run.frozen_encoder(tunings[arm.name])
+        encoder, mean, std = wiring.frozen_encoder(tunings[arm.name])
         value = accuracy([probe.patch_means(encoder, some, mean, std) for some in images])
         found.append(record(arm.name, "linear_probe_accuracy", value, arm.init))
     if "random_encoder" in baselines:
-        import dataclasses
-
-        encoder, mean, std = run.frozen_encoder(dataclasses.replace(recipe, init="scratch"))
+        encoder, mean, std = wiring.frozen_encoder(dataclasses.replace(recipe, init="scratch"))
         value = accuracy([probe.patch_means(encoder, some, mean, std) for some in images])
         found.append(record("random_encoder", "linear_probe_accuracy", value, "scratch"))
     if "raw_pixels" in baselines:
@@ -186,7 +187,7 @@ def _table(arms: Sequence[Arm], plan: config.CompareConfig, records: Sequence[Re
         tuned = _values(records, arm.name, "accuracy")
         seen = "nothing"
         if arm.pretraining is not None:
-            seen = f"{run.planned_images(arm.pretraining):,} images"
+            seen = f"{wiring.planned_images(arm.pretraining):,} images"
         elif arm.init != "scratch":
             seen = arm.init
         probed = _spread(_values(records, arm.name, "linear_probe_accuracy"))
@@ -198,7 +199,9 @@ def _table(arms: Sequence[Arm], plan: config.CompareConfig, records: Sequence[Re
         else:
             rows.append([_BASELINES[name], "nothing", "", probed, ""])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
     lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
     return "\n".join(lines)
 
@@ -269,16 +272,18 @@ def _report(
     seconds: float,
 ) -> str:
     tuning = config.load_run(plan.finetune)[0]
-    first = next(record for record in records if record["metric"] == "accuracy")
-    rates = {arm.name: [r["learning_rate"] for r in records if r["arm"] == arm.name and r["metric"] == "accuracy"] for arm in arms}
+    measured = [record for record in records if record["metric"] == "accuracy"]
+    rates = {arm.name: [record["learning_rate"] for record in measured if record["arm"] == arm.name] for arm in arms}
+    tried = tuning.optim.learning_rate
+    grid = tried if isinstance(tried, tuple) else (tried,)
     lines = [
         "# Comparison of pre-training methods",
         "",
         table,
         "",
         f"Mean ± standard deviation over the seeds {list(plan.seeds)} of the fine-tuning; each encoder was pre-trained "
-        f"once, so the spread does not contain that of pre-training. {first['images']} test images, "
-        f"{first['train_images']} labelled training images a seed.",
+        f"once, so the spread does not contain that of pre-training. {measured[0]['images']} test images, "
+        f"{measured[0]['train_images']} labelled training images a seed.",
         "",
         *[f"- {sentence}" for sentence in _differences(arms, records)],
         *[f"- {fact}." for arm in arms for fact in _pretraining_facts(arm)],
@@ -286,8 +291,8 @@ def _report(
         "## Protocol",
         "",
         f"One recipe for all arms, `{plan.finetune}`: {tuning.optim.name}, {tuning.optim.steps} steps of "
-        f"{tuning.optim.batch_size}. A seed draws the labelled images, their order and their crops, alike for every arm. "
-        f"The learning rate is chosen for each arm and seed from {list(tuning.optim.learning_rate) if isinstance(tuning.optim.learning_rate, tuple) else [tuning.optim.learning_rate]} "
+        f"{tuning.optim.batch_size}. A seed draws the labelled images, their order and their crops, alike for every "
+        f"arm. The learning rate is chosen for each arm and seed from {list(grid)} "
         f"on {tuning.data.holdout:.0%} of the labelled training images; the test split is read once after that. "
         "Baselines are logistic regressions on the same images, on the mean of the patch tokens or on raw pixels.",
         "",
@@ -304,9 +309,9 @@ def _report(
         lines += [
             "## What these images are",
             "",
-            "Crops of 32 x 32 pixels of ten photographs; the question is which photograph a crop comes from. Training and "
-            "test crops share no pixel. These are real colours and textures, and the pipeline's learning shows on them; "
-            "it is not object recognition, and says nothing about accuracies on ImageNet.",
+            "Crops of 32 x 32 pixels of ten photographs; the question is which photograph a crop comes from. Training "
+            "and test crops share no pixel. These are real colours and textures, and the pipeline's learning shows on "
+            "them; it is not object recognition, and says nothing about accuracies on ImageNet.",
             "",
         ]
     for arm in arms:

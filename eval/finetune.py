@@ -1,6 +1,6 @@
 """Fine-tune one initialisation: choose the learning rate on held-out training images, then read the test split once.
 
-    python eval/finetune.py --recipe finetune_b16 init=runs/mpp_b16
+python eval/finetune.py --recipe finetune_b16 init=runs/mpp_b16
 """
 
 import sys
@@ -25,14 +25,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _finetune(flags: command_line.argparse.Namespace) -> None:
-    from mpp import config, run
+    from mpp import config, run, run_folder, wiring
     from mpp.console import Console
 
     console = Console()
     overrides = list(flags.overrides)
     name = flags.recipe
     if name is None:
-        pretrained, name = run.newest_pretraining(Path("runs"), overrides)
+        pretrained, name = run_folder.newest_pretraining(Path("runs"), overrides)
         if pretrained is not None:
             overrides.append(f"init={pretrained}")
             console.say(f"fine-tunes {pretrained} with the recipe {name}")
@@ -40,7 +40,7 @@ def _finetune(flags: command_line.argparse.Namespace) -> None:
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
     if flags.dry_run:
-        console.say(run.dry_run(recipe))
+        console.say(wiring.dry_run(recipe))
         return
     output = flags.output or command_line.default_output(name)
     run.finetune(recipe, output, console, overwrite=flags.overwrite)

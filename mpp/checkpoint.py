@@ -1,10 +1,10 @@
 """Checkpoint folders: written whole or not at all, read whole or not at all.
 
-    step_00005000/
-      config.json            what timm reads
-      model.safetensors      the encoder, in timm's names
-      objective.safetensors  mask embedding and prediction head
-      state/                 what an exact resume needs: optimizer.safetensors, meta.json
+step_00005000/
+  config.json            what timm reads
+  model.safetensors      the encoder, in timm's names
+  objective.safetensors  mask embedding and prediction head
+  state/                 what an exact resume needs: optimizer.safetensors, meta.json
 """
 
 import json
@@ -33,7 +33,7 @@ def write(
     encoder: nn.Module,
     objective: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
-    names: Mapping[nn.Parameter, str],
+    names: Mapping[Tensor, str],
     meta: Mapping[str, Any],
     classes: list[str] | None,
     keep: int,
@@ -51,7 +51,9 @@ def write(
     draft = folder / f".{final.name}.writing"
     shutil.rmtree(draft, ignore_errors=True)
     (draft / "state").mkdir(parents=True)
-    save_for_hf(encoder, str(draft), safe_serialization=True, model_config={"label_names": classes} if classes else None)
+    save_for_hf(
+        encoder, str(draft), safe_serialization=True, model_config={"label_names": classes} if classes else None
+    )
     if objective:
         save_file({name: value.contiguous() for name, value in objective.items()}, draft / "objective.safetensors")
     save_file(_optimizer_tensors(optimizer, names), draft / "state" / "optimizer.safetensors")
@@ -85,7 +87,7 @@ def complete(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     return {
         f"{kind}/{names[parameter]}": value.contiguous()
         for parameter, state in optimizer.state.items()

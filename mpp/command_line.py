@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpp.config import recipe_names
-from mpp.errors import UserError
+from mpp.errors import ImageError, UserError
 
 
 def parse(
@@ -44,11 +44,18 @@ def default_output(recipe: str) -> Path:
 
 def exit_with(action: Callable[[], None]) -> NoReturn:
     """Runs an entry point and leaves with its status: 0 done, 2 for the user to mend, 130 stopped."""
-    from mpp.run import Stopped
+    import torch
+
+    from mpp.job import Stopped
 
     status = 0
     try:
         action()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    except ImageError as error:
+        status = 2
+        print(f"error: {error}", file=sys.stderr)
     except UserError as error:
         status = 2
         _tell(f"error: {error}")

@@ -16,10 +16,11 @@ class Console:
     Args:
         total_images: images that a series of runs will train on in all; 0 where there is just one run.
             The bar then shows the whole series and its time left.
+        quiet: say and show nothing.
     """
 
-    def __init__(self, total_images: int = 0) -> None:
-        self.speaks = int(os.environ.get("RANK", "0")) == 0
+    def __init__(self, total_images: int = 0, quiet: bool = False) -> None:
+        self.speaks = int(os.environ.get("RANK", "0")) == 0 and not quiet
         self.terminal = sys.stderr.isatty()
         self.total, self.done = total_images, 0
         self.began = self.last_line = time.monotonic()

@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this."""
+"""The exceptions that mean: the user can mend this."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     Entry points print it as one message and exit with status 2; every other exception is a defect.
     """
+
+
+class ImageError(UserError):
+    """A fault of one image, which one process of several may meet alone and has to report itself."""

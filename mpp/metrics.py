@@ -60,7 +60,4 @@ class Tally:
             return {}
         flat = reduce(torch.cat([value.flatten() for value in self.sums.values()])).cpu()
         parts = flat.split([value.numel() for value in self.sums.values()])
-        return {
-            name: part.reshape(value.shape)
-            for (name, value), part in zip(self.sums.items(), parts, strict=True)
-        }
+        return {name: part.reshape(value.shape) for (name, value), part in zip(self.sums.items(), parts, strict=True)}

@@ -1,8 +1,9 @@
 """Encoders from timm, the model of masked patch prediction, and putting weights into them."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import timm
 import torch
@@ -39,7 +40,7 @@ def build_encoder(
         UserError: unknown name, a model of another family, or sizes that do not fit.
     """
     shape = {"patch_size": patch_size, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-    arguments = {key: value for key, value in shape.items() if value is not None}
+    arguments: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("vit_*"), 3, cutoff=0.3)
         raise UserError(f"model.name={name}: timm knows no such model; nearest are {', '.join(near)}")
@@ -87,6 +88,12 @@ PIXEL_MEAN, PIXEL_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 def patch_of(encoder: VisionTransformer) -> int:
     """Side of a patch in pixels."""
     return encoder.patch_embed.patch_size[0]
+
+
+def set_pixel_statistics(encoder: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
+    """Notes mean and standard deviation of the pixels, which a checkpoint's `config.json` then carries."""
+    config: Any = encoder.pretrained_cfg
+    config.update(mean=tuple(mean), std=tuple(std))
 
 
 def reset_head(encoder: VisionTransformer) -> None:
@@ -139,7 +146,9 @@ class MaskedPatchModel(nn.Module):
 
 def encoder_of(model: nn.Module) -> VisionTransformer:
     """The timm model inside what is trained."""
-    return model.encoder if isinstance(model, MaskedPatchModel) else model
+    encoder = model.encoder if isinstance(model, MaskedPatchModel) else model
+    assert isinstance(encoder, VisionTransformer)
+    return encoder
 
 
 def resize_position_embedding(embedding: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
@@ -217,4 +226,3 @@ def load_encoder(encoder: VisionTransformer, weights: Mapping[str, Tensor], wher
         )
     encoder.load_state_dict({**weights, **{k: v for k, v in own.items() if k.startswith("head.")}})
     return Loaded(dropped, resized)
-

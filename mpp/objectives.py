@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from mpp import corruption, metrics
+from mpp import metrics
+from mpp.corruption import ACTIONS, Plan, plan, take
 from mpp.data import normalize
 from mpp.model import MaskedPatchModel
 from mpp.targets import COLORS, TARGETS, color_bins, nearest_color_bins
@@ -51,12 +52,12 @@ class MaskedPatchPrediction:
     mean: Sequence[float]
     std: Sequence[float]
 
-    def per_sample(self, epoch: int, index: int) -> corruption.Plan:
-        return corruption.plan(self.seed, epoch, index, self.patch_count, self.corruption)
+    def per_sample(self, epoch: int, index: int) -> Plan:
+        return plan(self.seed, epoch, index, self.patch_count, self.corruption)
 
-    def per_held_out_sample(self, epoch: int, index: int) -> corruption.Plan:
+    def per_held_out_sample(self, epoch: int, index: int) -> Plan:
         # Seed 0 whatever the run's: held-out losses of different runs then compare.
-        return corruption.plan(0, 0, index, self.patch_count, self.corruption, "held-out corruption")
+        return plan(0, 0, index, self.patch_count, self.corruption, "held-out corruption")
 
     def build(self, encoder: VisionTransformer) -> MaskedPatchModel:
         return MaskedPatchModel(encoder, TARGETS[self.target].outputs(self.patch_size))
@@ -67,7 +68,7 @@ class MaskedPatchPrediction:
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]:
         kind = TARGETS[self.target]
-        targets = corruption.take(kind.of_patches(batch["images"], self.patch_size), batch["positions"])
+        targets = take(kind.of_patches(batch["images"], self.patch_size), batch["positions"])
         prediction = self.predict(model, batch)
         cost = kind.cost(prediction, targets)
         counts = {"loss": metrics.sum_and_count(cost)}
@@ -81,7 +82,7 @@ class MaskedPatchPrediction:
     def measure(self, model: nn.Module, batch: Batch) -> Counts:
         _, counts = self.loss(model, batch)
         if self.target == "mean_color":
-            truth = corruption.take(color_bins(batch["images"], self.patch_size), batch["positions"])[..., 0]
+            truth = take(color_bins(batch["images"], self.patch_size), batch["positions"])[..., 0]
             guess = nearest_color_bins(batch["images"], batch["positions"], self.patch_size)
             counts |= _by_action("nearest_patch_accuracy", (guess == truth).float(), batch["actions"])
         return counts
@@ -99,7 +100,7 @@ class MaskedPatchPrediction:
 def _by_action(name: str, values: Tensor, actions: Tensor) -> Counts:
     """Counts over all corrupted patches, and apart for masked, random and kept ones."""
     counts = {name: metrics.sum_and_count(values)}
-    for action, number in corruption.ACTIONS.items():
+    for action, number in ACTIONS.items():
         chosen = (actions == number).to(metrics.exact_type(values.device))
         counts[f"{name}_{action}"] = torch.stack([(values * chosen).sum(), chosen.sum()])
     return counts

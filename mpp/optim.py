@@ -11,9 +11,7 @@ from torch import Tensor, nn
 _EMBEDDINGS = ("pos_embed", "cls_token", "reg_token", "mask_embedding")
 
 
-def lr_at(
-    step: int, *, base: float, steps: int, warmup_steps: int, schedule: str, end: float = 0.0
-) -> float:
+def lr_at(step: int, *, base: float, steps: int, warmup_steps: int, schedule: str, end: float = 0.0) -> float:
     """Learning rate of the update after `step` finished ones.
 
     Args:

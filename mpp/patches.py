@@ -28,9 +28,7 @@ def grid_size(image_size: int, patch_size: int) -> tuple[int, int]:
 
 def cut(images: Tensor, patch_size: int) -> Tensor:
     """Patches of an image, [batch, height, width, channel] -> [batch, patch, row, column, channel]."""
-    return rearrange(
-        images, "b (h p) (w q) c -> b (h w) p q c", p=patch_size, q=patch_size
-    )
+    return rearrange(images, "b (h p) (w q) c -> b (h w) p q c", p=patch_size, q=patch_size)
 
 
 def join(patches: Tensor, grid: tuple[int, int]) -> Tensor:

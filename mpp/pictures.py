@@ -8,10 +8,10 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.patches import Rectangle  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.patches import Rectangle
 
-from mpp.corruption import KEEP, MASK, RANDOM  # noqa: E402
+from mpp.corruption import KEEP, MASK, RANDOM
 
 _GREY = 128
 _OUTLINES = {RANDOM: "#e8000b", KEEP: "#1ac938"}
@@ -143,7 +143,7 @@ def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
 def draw_arms(path: Path, accuracies: Mapping[str, Sequence[float]], baselines: Mapping[str, float]) -> None:
     """Accuracy of each arm, a dot a seed and a bar for the mean, beside the baselines as lines."""
     figure, axis = plt.subplots(figsize=(1.7 * len(accuracies) + 3.5, 4))
-    for place, (arm, values) in enumerate(accuracies.items()):
+    for place, values in enumerate(accuracies.values()):
         axis.bar(place, np.mean(values), width=0.55, color=f"C{place}", alpha=0.55)
         spread = np.linspace(-0.1, 0.1, len(values)) if len(values) > 1 else np.zeros(1)
         axis.plot(place + spread, values, "k.", markersize=7)

@@ -1,6 +1,6 @@
 """Pre-train a Vision Transformer by masked patch prediction, or on labels.
 
-    accelerate launch mpp/pretrain.py --recipe mpp_b16 data.source=folder:/data/imagenet
+accelerate launch mpp/pretrain.py --recipe mpp_b16 data.source=folder:/data/imagenet
 """
 
 import sys
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _pretrain(flags: command_line.argparse.Namespace) -> None:
-    from mpp import config, run
+    from mpp import config, run, wiring
     from mpp.console import Console
     from mpp.errors import UserError
 
@@ -35,7 +35,7 @@ def _pretrain(flags: command_line.argparse.Namespace) -> None:
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
     if flags.dry_run:
-        console.say(run.dry_run(recipe))
+        console.say(wiring.dry_run(recipe))
         return
     output = flags.output or command_line.default_output(flags.recipe)
     run.pretrain(recipe, output, console, overwrite=flags.overwrite)

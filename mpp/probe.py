@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
+from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from timm.models import VisionTransformer
 
-from mpp.data import Source, normalize, whole_image
+from mpp.data import normalize, whole_image
+from mpp.sources import Source
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation, chosen on held-out training rows
 
@@ -58,7 +59,7 @@ def linear_accuracy(
         fit, choice, test: features [row, feature] and labels [row].
     """
 
-    def fitted(strength: float, features: np.ndarray, labels: np.ndarray) -> object:
+    def fitted(strength: float, features: np.ndarray, labels: np.ndarray) -> Pipeline:
         model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=300))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)

@@ -93,7 +93,8 @@ def train(
             if not all(math.isfinite(numbers[name]) for name in ("loss", "grad_norm")):
                 raise Diverged(
                     f"loss={numbers['loss']} and grad_norm={numbers['grad_norm']} at step {step}, with learning rate "
-                    f"{rate:.3g}: the run diverged and stops here; lower optim.learning_rate or raise optim.warmup_steps"
+                    f"{rate:.3g}: the run diverged and stops here; lower optim.learning_rate, or raise "
+                    "optim.warmup_steps"
                 )
             if due(step, log_every):
                 record = {**numbers, "images_per_second": seen / (time.perf_counter() - began)}

@@ -27,9 +27,15 @@ def made(tmp_path):
 
     def write(step, keep=2):
         return checkpoint.write(
-            tmp_path / "checkpoints", step, encoder=encoder, objective=checkpoint.objective_weights(model, encoder),
-            optimizer=optimizer, names={value: name for name, value in model.named_parameters()},
-            meta={"note": 1.5}, classes=None, keep=keep,
+            tmp_path / "checkpoints",
+            step,
+            encoder=encoder,
+            objective=checkpoint.objective_weights(model, encoder),
+            optimizer=optimizer,
+            names={value: name for name, value in model.named_parameters()},
+            meta={"note": 1.5},
+            classes=None,
+            keep=keep,
         )
 
     return model, optimizer, write
@@ -57,14 +63,20 @@ def test_files_are_what_the_interface_says_and_timm_opens_them(made):
     path = write(5000)
     assert path.name == "step_00005000"
     assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == {
-        "config.json", "model.safetensors", "objective.safetensors", "state/optimizer.safetensors", "state/meta.json",
+        "config.json",
+        "model.safetensors",
+        "objective.safetensors",
+        "state/optimizer.safetensors",
+        "state/meta.json",
     }
     assert set(load_file(path / "objective.safetensors")) == {"mask_embedding", "head.weight", "head.bias"}
     opened = timm.create_model(f"local-dir:{path}", pretrained=True).eval()
     images = torch.randn(2, 3, 16, 16)
     assert torch.equal(opened.forward_features(images), model.encoder.eval().forward_features(images))
-    assert torch.equal(timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=3, img_size=24).blocks[0].attn.qkv.weight,
-                       model.encoder.blocks[0].attn.qkv.weight)
+    assert torch.equal(
+        timm.create_model(f"local-dir:{path}", pretrained=True, num_classes=3, img_size=24).blocks[0].attn.qkv.weight,
+        model.encoder.blocks[0].attn.qkv.weight,
+    )
 
 
 def test_the_config_is_this_runs_own(made):

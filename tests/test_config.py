@@ -28,7 +28,9 @@ def test_every_way_to_write_a_number(tiny, tmp_path, text):
 
 
 def test_a_saved_recipe_reads_back_as_the_same(tiny, tmp_path):
-    recipe, _ = config.load_run(tiny(), ["optim.learning_rate=[0.01, 3e-2]", "runtime.workers=auto", "data.per_class=3"])
+    recipe, _ = config.load_run(
+        tiny(), ["optim.learning_rate=[0.01, 3e-2]", "runtime.workers=auto", "data.per_class=3"]
+    )
     config.save(recipe, tmp_path / "config.yaml")
     again, defaults = config.load_run(str(tmp_path / "config.yaml"))
     assert again == recipe
@@ -83,7 +85,9 @@ def test_what_is_refused_and_how(tiny, override, words):
         assert words in refusal(tiny(), override)
 
 
-@pytest.mark.parametrize(("text", "value"), [("false", False), ("False", False), ("0", False), ("no", False), ("true", True), ("1", True)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("false", False), ("False", False), ("0", False), ("no", False), ("true", True), ("1", True)]
+)
 def test_booleans(tiny, text, value):
     assert config.load_run(tiny(), [f"data.flip={text}"])[0].data.flip is value
 
@@ -92,7 +96,9 @@ def test_a_fault_in_a_file_names_file_and_line(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("seed: 0\ndata:\n  source: demo\n  image_siez: 32\n")
     assert f"{path}:4: unknown key data.image_siez; did you mean data.image_size?" in refusal(str(path))
-    path.write_text("seed: 0\ndata: {source: demo}\nmodel: {name: x}\noptim:\n  steps: 4\n  batch_size: eight\n  learning_rate: 1\n")
+    path.write_text(
+        "seed: 0\ndata: {source: demo}\nmodel: {name: x}\noptim:\n  steps: 4\n  batch_size: eight\n  learning_rate: 1\n"
+    )
     assert f"{path}:6: optim.batch_size must be a whole number, not 'eight'" in refusal(str(path))
     path.write_text("seed: 0\ndata: demo\n")
     assert f"{path}:2: data is a section, not a value" in refusal(str(path))

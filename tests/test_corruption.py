@@ -47,7 +47,11 @@ def test_a_plan_is_a_pure_function_of_seed_epoch_and_index():
 
 def test_golden_plan_never_changes():
     found = plan(0, 0, 0, 16, 0.5)
-    assert {key: value.tolist() for key, value in found.items()} == {"positions": [3, 4, 6, 7, 8, 9, 12, 13], "actions": [0, 2, 0, 0, 0, 0, 0, 0], "donors": [11, 0, 4, 4, 4, 15, 0, 4]}
+    assert {key: value.tolist() for key, value in found.items()} == {
+        "positions": [3, 4, 6, 7, 8, 9, 12, 13],
+        "actions": [0, 2, 0, 0, 0, 0, 0, 0],
+        "donors": [11, 0, 4, 4, 4, 15, 0, 4],
+    }
 
 
 def test_shares_over_many_images():
@@ -90,7 +94,9 @@ def test_corrupt_by_hand():
 def test_untouched_and_kept_tokens_are_the_same_bits():
     tokens = torch.randn(4, 64, 8)
     plans = [plan(0, 0, index, 64, 0.5) for index in range(4)]
-    positions, actions, donors = (torch.from_numpy(np.stack([p[key] for p in plans])) for key in ("positions", "actions", "donors"))
+    positions, actions, donors = (
+        torch.from_numpy(np.stack([p[key] for p in plans])) for key in ("positions", "actions", "donors")
+    )
     found = corrupt(tokens, torch.randn(8), positions, actions, donors)
     changed = (found != tokens).any(-1)
     for image in range(4):

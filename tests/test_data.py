@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 
-from mpp import data, draws
+from mpp import data, draws, sources
 from mpp.errors import UserError
 
 
@@ -39,11 +39,11 @@ def folder(tmp_path):
 
 
 def test_the_demo_has_the_measured_size_and_disjoint_pixels():
-    train, test = data.open_source("demo", "train"), data.open_source("demo", "validation")
+    train, test = sources.open_source("demo", "train"), sources.open_source("demo", "validation")
     assert (len(train), len(test)) == (4887, 1637)
     assert train.classes == test.classes and len(train.classes) == 10
     assert set(train.labels) == set(test.labels) == set(range(10))
-    assert data._demo.__wrapped__("", "train").fingerprint == train.fingerprint
+    assert sources._demo.__wrapped__("", "train").fingerprint == train.fingerprint
     # No test crop of the coffee picture, which is rich in detail, stands anywhere among its training crops.
     label = train.classes.index("coffee")
     seen = {train.pixels[row].tobytes() for row in np.flatnonzero(train.labels == label)}
@@ -54,10 +54,10 @@ def test_the_demos_cells_are_disjoint_by_construction(monkeypatch):
     # Each pixel of this picture tells its own place, so crops show which cell they come from.
     rows, columns = np.mgrid[0:256, 0:256]
     places = np.stack([rows, columns, np.zeros_like(rows)], -1).astype(np.uint8)
-    monkeypatch.setattr(data, "_read_image", lambda *_: Image.fromarray(places))
+    monkeypatch.setattr(sources, "_read_image", lambda *_: Image.fromarray(places))
     cells = {}
     for split in ("train", "validation"):
-        crops = data._demo.__wrapped__("", split).pixels.astype(int)
+        crops = sources._demo.__wrapped__("", split).pixels.astype(int)
         first, last = crops[:, 0, 0, :2] // 64, crops[:, -1, -1, :2] // 64
         assert (first == last).all()  # wholly inside one cell
         cells[split] = {tuple(cell) for cell in first}
@@ -68,12 +68,12 @@ def test_the_demos_cells_are_disjoint_by_construction(monkeypatch):
 def test_every_spelling_of_an_image_suffix_counts(folder):
     names = ["a.jpg", "b.JPG", "c.JPEG", "d.PnG"]
     source = folder({f"train/one/{name}": picture() for name in names} | {"train/one/notes.txt": b"no image"})
-    assert len(data.open_source(source, "train")) == 4
+    assert len(sources.open_source(source, "train")) == 4
 
 
 def test_class_folders_give_labels_in_sorted_order(folder):
     source = folder({"train/dog/1.png": picture(), "train/cat/2.png": picture(), "train/dog/deep/3.png": picture()})
-    found = data.open_source(source, "train")
+    found = sources.open_source(source, "train")
     assert found.classes == ["cat", "dog"]
     assert found.labels.tolist() == [0, 1, 1]
     assert found.files == ["cat/2.png", "dog/1.png", "dog/deep/3.png"]
@@ -81,7 +81,7 @@ def test_class_folders_give_labels_in_sorted_order(folder):
 
 @pytest.mark.parametrize("files", [["a.png", "b.png"], ["a.png", "deeper/b.png"]])
 def test_a_folder_without_classes_has_no_labels(folder, files):
-    found = data.open_source(folder({name: picture() for name in files}), "train")
+    found = sources.open_source(folder({name: picture() for name in files}), "train")
     assert len(found) == 2
     assert found.labels is None and found.classes is None
 
@@ -97,20 +97,20 @@ def test_a_folder_without_classes_has_no_labels(folder, files):
 )
 def test_sources_that_are_not_there(source, words):
     with pytest.raises(UserError) as refusal:
-        data.open_source(source, "train")
+        sources.open_source(source, "train")
     assert words in str(refusal.value)
 
 
 def test_an_empty_folder_and_a_missing_split_are_named(folder, tmp_path):
     source = folder({"train/one/a.png": picture()})
     with pytest.raises(UserError, match="no folder validation in it, but train"):
-        data.open_source(source, "validation")
+        sources.open_source(source, "validation")
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(UserError, match=r"split train holds no image \(.jpg"):
-        data.open_source(f"folder:{empty}", "train")
+        sources.open_source(f"folder:{empty}", "train")
     with pytest.raises(UserError, match="the splits train and validation, not test"):
-        data.open_source("demo", "test")
+        sources.open_source("demo", "test")
 
 
 def test_a_local_copy_of_a_hub_data_set(tmp_path):
@@ -120,7 +120,7 @@ def test_a_local_copy_of_a_hub_data_set(tmp_path):
     rows = {"img": [picture(color) for color in colors], "label": [0, 1, 0]}
     (tmp_path / "set").mkdir()
     datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train-0.parquet")
-    found = data.open_source(f"hub:{tmp_path / 'set'}", "train")
+    found = sources.open_source(f"hub:{tmp_path / 'set'}", "train")
     assert found.classes == ["red", "blue"] and found.labels.tolist() == [0, 1, 0]
     assert [found.image(row).getpixel((0, 0)) for row in range(3)] == colors
 
@@ -165,7 +165,7 @@ def bad_metadata():
     ids=["grey", "cmyk", "opaque alpha", "transparent", "grey alpha", "palette", "16 bit", "orientation", "metadata"],
 )
 def test_odd_encodings_become_the_rgb_they_show(file, color, size):
-    found = data._read_image(file(), "a file")
+    found = sources._read_image(file(), "a file")
     assert found.mode == "RGB" and found.size == size
     assert np.abs(np.array(found.getpixel((5, 5))) - color).max() <= 3
 
@@ -174,14 +174,16 @@ def test_malformed_metadata_does_not_cost_an_image():
     exif = b"Exif\x00\x00MM\x00\x2a\x00\x00\x00\x08\x00\x01\x01\x12\x00\x05\x00\x00\x00\x01\x00\x00\xff\xff"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert data._read_image(saved(picture(), format="JPEG", exif=exif), "a file").size == (40, 30)
+        assert sources._read_image(saved(picture(), format="JPEG", exif=exif), "a file").size == (40, 30)
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", None])
 def test_a_broken_file_is_named(folder, tmp_path, content):
     whole = saved(Image.effect_noise((80, 80), 90).convert("RGB"), format="JPEG").getvalue()
-    source = folder({"train/a/ok.jpg": picture(), "train/a/bad.jpg": whole[: len(whole) // 2] if content is None else content})
-    found = data.open_source(source, "train")
+    source = folder(
+        {"train/a/ok.jpg": picture(), "train/a/bad.jpg": whole[: len(whole) // 2] if content is None else content}
+    )
+    found = sources.open_source(source, "train")
     with pytest.raises(UserError, match=r"train/a/bad.jpg can't be read as an image: .*; repair or remove it"):
         found.image(0)
     assert found.image(1).size == (40, 30)
@@ -235,7 +237,10 @@ def test_normalize_against_numpy():
 
 @settings(deadline=None)
 @given(
-    processes=st.sampled_from([1, 2, 4]), micro=st.sampled_from([1, 2, 4]), accumulation=st.integers(1, 3), step=st.integers(0, 50)
+    processes=st.sampled_from([1, 2, 4]),
+    micro=st.sampled_from([1, 2, 4]),
+    accumulation=st.integers(1, 3),
+    step=st.integers(0, 50),
 )
 def test_a_step_reads_the_same_places_on_any_number_of_processes(processes, micro, accumulation, step):
     batch = processes * micro * accumulation
@@ -249,7 +254,7 @@ def test_a_step_reads_the_same_places_on_any_number_of_processes(processes, micr
 
 
 def samples(rows=range(10), seed=0):
-    source = data.open_source("synthetic:10", "train")
+    source = sources.open_source("synthetic:10", "train")
     return data.TrainingSamples(
         source, np.array(rows), seed, 16, (0.3, 1.0), True, lambda epoch, index: {"key": np.array([epoch, index])}
     )
@@ -260,8 +265,15 @@ def read(first_step=0, steps=6, batch_size=4, micro_batch=4, processes=1, worker
     found = {}
     for process in range(processes):
         batches = data.training_batches(
-            samples(), first_step=first_step, steps=steps, batch_size=batch_size, micro_batch=micro_batch,
-            processes=processes, process=process, workers=workers, device=torch.device("cpu"),
+            samples(),
+            first_step=first_step,
+            steps=steps,
+            batch_size=batch_size,
+            micro_batch=micro_batch,
+            processes=processes,
+            process=process,
+            workers=workers,
+            device=torch.device("cpu"),
         )
         micro_batches = batch_size // (micro_batch * processes)
         for count, batch in enumerate(batches):
@@ -294,7 +306,7 @@ def test_fewer_images_than_a_batch_still_fill_it():
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_held_out_images_are_read_once_over_processes(processes):
-    source = data.open_source("synthetic:10", "validation")
+    source = sources.open_source("synthetic:10", "validation")
     held_out = data.HeldOutSamples(source, np.arange(10), 16, lambda epoch, index: {})
     seen = []
     for process in range(processes):
@@ -307,7 +319,7 @@ def test_held_out_images_are_read_once_over_processes(processes):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_stops_the_loader_by_name(folder, workers):
-    source = data.open_source(folder({"a.png": picture(), "bad.png": b"nothing"}), "train")
+    source = sources.open_source(folder({"a.png": picture(), "bad.png": b"nothing"}), "train")
     broken = data.TrainingSamples(source, np.arange(2), 0, 16, (0.5, 1.0), True, lambda epoch, index: {})
     batches = data.load(broken, lambda: iter([[0, 1]]), workers, torch.device("cpu"))
     with pytest.raises(UserError) as stop:
@@ -319,7 +331,7 @@ def test_a_broken_image_stops_the_loader_by_name(folder, workers):
 
 
 def test_labelled_rows_are_drawn_in_each_class():
-    source = data.open_source("demo", "train")
+    source = sources.open_source("demo", "train")
     fit, choice = data.labelled_rows(source, 0, 20, 0.25)
     assert np.bincount(source.labels[fit]).tolist() == [15] * 10
     assert np.bincount(source.labels[choice]).tolist() == [5] * 10
@@ -331,10 +343,12 @@ def test_labelled_rows_are_drawn_in_each_class():
 
 
 def test_labelled_rows_refuse_what_they_cannot_give(folder):
-    source = data.open_source(folder({"train/a/1.png": picture(), "train/b/1.png": picture(), "train/b/2.png": picture()}), "train")
+    source = sources.open_source(
+        folder({"train/a/1.png": picture(), "train/b/1.png": picture(), "train/b/2.png": picture()}), "train"
+    )
     with pytest.raises(UserError, match="data.per_class=2: class a has 1 images"):
         data.labelled_rows(source, 0, 2, 0.0)
     with pytest.raises(UserError, match=r"data.holdout=0.5: class a has too few images"):
         data.labelled_rows(source, 0, None, 0.5)
     with pytest.raises(UserError, match="the source has no classes"):
-        data.labelled_rows(data.Pictures(source.image(0), None, None), 0, None, 0.0)
+        data.labelled_rows(sources.Pictures(source.image(0), None, None), 0, None, 0.0)

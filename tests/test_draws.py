@@ -20,7 +20,13 @@ def test_golden_words_never_change():
 
 
 def test_purposes_seeds_epochs_and_indices_have_their_own_streams():
-    keys = [(0, "augment", 0, 0), (0, "corruption", 0, 0), (1, "augment", 0, 0), (0, "augment", 1, 0), (0, "augment", 0, 1)]
+    keys = [
+        (0, "augment", 0, 0),
+        (0, "corruption", 0, 0),
+        (1, "augment", 0, 0),
+        (0, "augment", 1, 0),
+        (0, "augment", 0, 1),
+    ]
     assert len({int(draws.words(*key, 1)[0]) for key in keys}) == len(keys)
     assert len(set(draws.PURPOSES.values())) == len(draws.PURPOSES)
 

@@ -88,7 +88,9 @@ def test_a_whole_forward_pass_and_loss_against_numpy():
     logits = model(images, *plan(positions, actions, donors))
     expected = np.stack(
         [
-            in_numpy(model.state_dict(), images[row].double().numpy(), positions[row], actions[row], donors[row], heads=3)
+            in_numpy(
+                model.state_dict(), images[row].double().numpy(), positions[row], actions[row], donors[row], heads=3
+            )
             for row in range(2)
         ]
     )
@@ -112,7 +114,9 @@ def test_all_masked_without_positions_is_the_same_everywhere_and_with_them_it_is
     assert torch.allclose(alike, alike[:1].expand_as(alike), atol=1e-6)
 
 
-@pytest.mark.parametrize(("patch", "image", "width", "heads"), [(8, 96, 192, 3), (14, 224, 192, 3), (16, 96, 320, 5), (32, 224, 192, 3)])
+@pytest.mark.parametrize(
+    ("patch", "image", "width", "heads"), [(8, 96, 192, 3), (14, 224, 192, 3), (16, 96, 320, 5), (32, 224, 192, 3)]
+)
 def test_any_patch_width_and_image(patch, image, width, heads):
     encoder = tiny_encoder(image, patch_size=patch, embed_dim=width, num_heads=heads, depth=1)
     model = MaskedPatchModel(encoder, 512)
@@ -125,7 +129,11 @@ def test_any_patch_width_and_image(patch, image, width, heads):
 
 @pytest.mark.parametrize(
     ("name", "classes", "expected"),
-    [("vit_base_patch16_224", 1000, 86_567_656), ("vit_base_patch16_224", 0, 85_798_656), ("vit_large_patch32_224", 0, 305_510_400)],
+    [
+        ("vit_base_patch16_224", 1000, 86_567_656),
+        ("vit_base_patch16_224", 0, 85_798_656),
+        ("vit_large_patch32_224", 0, 305_510_400),
+    ],
 )
 def test_parameters_of_the_papers_models(name, classes, expected):
     with torch.device("meta"):
@@ -192,7 +200,11 @@ def test_every_name_that_does_not_fit_is_listed_and_nothing_is_loaded():
         ("vit_bas_patch16_224", {}, "timm knows no such model; nearest are vit_base_patch16_224"),
         ("resnet18", {}, "resnet18"),
         ("vit_tiny_patch16_224", {"image_size": 220}, "use 208 or 224"),
-        ("vit_tiny_patch16_224", {"embed_dim": 100, "num_heads": 3}, "model.embed_dim=100 is not a multiple of model.num_heads=3"),
+        (
+            "vit_tiny_patch16_224",
+            {"embed_dim": 100, "num_heads": 3},
+            "model.embed_dim=100 is not a multiple of model.num_heads=3",
+        ),
         ("vit_tiny_patch16_224", {"image_size": 8}, "use 16"),
         ("vit_tiny_patch16_224", {"image_size": 8, "patch_size": 16}, "use 16"),
     ],

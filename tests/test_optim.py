@@ -60,7 +60,9 @@ def test_every_parameter_is_in_one_group(name):
 def test_decay_is_times_the_learning_rate_and_momentum_is_plain():
     # One step from zero gradient moves a kernel by the decay alone: w - lr * wd * w.
     weight = torch.nn.Parameter(torch.full((1, 1), 2.0))
-    optimizer = build_optimizer([("a.weight", weight)], name="adamw", weight_decay=0.1, betas=(0.9, 0.999), momentum=0.0)
+    optimizer = build_optimizer(
+        [("a.weight", weight)], name="adamw", weight_decay=0.1, betas=(0.9, 0.999), momentum=0.0
+    )
     optimizer.param_groups[0]["lr"] = 0.5
     weight.grad = torch.zeros_like(weight)
     optimizer.step()

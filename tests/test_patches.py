@@ -26,8 +26,15 @@ def test_grid(image, patch, side):
 
 @pytest.mark.parametrize(
     ("image", "patch", "words"),
-    [(220, 16, "data.image_size=220 is not a multiple of the patch size 16 (12 border pixels would be dropped); use 208 or 224"),
-     (384, 14, "use 378 or 392"), (8, 16, "use 16")],
+    [
+        (
+            220,
+            16,
+            "data.image_size=220 is not a multiple of the patch size 16 (12 border pixels would be dropped); use 208 or 224",
+        ),
+        (384, 14, "use 378 or 392"),
+        (8, 16, "use 16"),
+    ],
 )
 def test_border_is_refused_with_the_nearest_sizes(image, patch, words):
     with pytest.raises(UserError) as refusal:

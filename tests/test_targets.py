@@ -40,7 +40,14 @@ def by_hand(image, patch, cells=1):
 
 @pytest.mark.parametrize(
     ("color", "expected"),
-    [((0, 0, 0), 0), ((255, 255, 255), 511), ((255, 0, 0), 448), ((0, 255, 0), 56), ((0, 0, 255), 7), ((32, 64, 96), 64 + 16 + 3)],
+    [
+        ((0, 0, 0), 0),
+        ((255, 255, 255), 511),
+        ((255, 0, 0), 448),
+        ((0, 255, 0), 56),
+        ((0, 0, 255), 7),
+        ((32, 64, 96), 64 + 16 + 3),
+    ],
 )
 def test_solid_colors(color, expected):
     assert color_bins(solid(color), 16).tolist() == [[[expected]]]
@@ -62,7 +69,12 @@ def test_all_512_colors_give_512_classes():
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 10**6), patch=st.sampled_from([4, 8, 12]), side=st.integers(1, 3), cells=st.sampled_from([1, 2, 4]))
+@given(
+    seed=st.integers(0, 10**6),
+    patch=st.sampled_from([4, 8, 12]),
+    side=st.integers(1, 3),
+    cells=st.sampled_from([1, 2, 4]),
+)
 def test_classes_equal_python_integers(seed, patch, side, cells):
     image = np.random.default_rng(seed).integers(0, 256, (side * patch, side * patch, 3), dtype=np.uint8)
     assert color_bins(torch.from_numpy(image)[None], patch, cells)[0].tolist() == by_hand(image, patch, cells)
@@ -143,7 +155,9 @@ def test_nearest_patch_baseline_without_any_uncorrupted_patch():
     assert found.tolist() == [[0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize(("name", "shape", "outputs"), [("mean_color", (1,), 512), ("colors_4x4", (16,), 8192), ("pixels", (192,), 192)])
+@pytest.mark.parametrize(
+    ("name", "shape", "outputs"), [("mean_color", (1,), 512), ("colors_4x4", (16,), 8192), ("pixels", (192,), 192)]
+)
 def test_each_kind_has_its_shapes(name, shape, outputs):
     kind = TARGETS[name]
     images = torch.randint(0, 256, (2, 16, 16, 3), dtype=torch.uint8)

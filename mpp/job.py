@@ -1,0 +1,286 @@
+"""One call of the loop: a resolved job, its state on disk, its log, and signals to stop."""
+
+import json
+import signal
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from mpp import checkpoint, config, data, run_folder, wiring
+from mpp.config import RunConfig
+from mpp.console import Console
+from mpp.metrics import Tally, exact_type
+from mpp.model import encoder_of
+from mpp.objectives import Objective
+from mpp.optim import build_optimizer, lr_at
+from mpp.sources import Source
+from mpp.train import measure, train
+from mpp.wiring import HeldOut
+
+
+class Stopped(Exception):
+    """The run was asked to stop, saved its state, and can be continued."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that one call of the loop needs, resolved from a recipe.
+
+    Attributes:
+        objective: with the pixel statistics of the model.
+        model: what is trained, on its device but not wrapped.
+        rows: rows of `source` to train on.
+        held_out: (source, rows) measured during and after training; None for none.
+        classes: names of the outputs of the encoder's head, if it has one.
+    """
+
+    recipe: RunConfig
+    accelerator: Accelerator
+    console: Console
+    folder: Path
+    objective: Objective
+    model: nn.Module
+    source: Source
+    rows: np.ndarray
+    held_out: HeldOut | None
+    classes: list[str] | None
+
+
+def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
+    """Trains a job to its end from its newest checkpoint and returns the last numbers logged.
+
+    Args:
+        title: of the progress bar and the lines.
+        lines: whether to say what is logged.
+    """
+    recipe, accelerator, folder = job.recipe, job.accelerator, job.folder
+    optim, runtime = recipe.optim, recipe.runtime
+    processes, process = accelerator.num_processes, accelerator.process_index
+    micro_batches = wiring.micro_batches(recipe, processes)
+    model, encoder = job.model, encoder_of(job.model)
+    base = optim.learning_rate
+    assert isinstance(base, float)  # a list was resolved before
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    optimizer = build_optimizer(
+        model.named_parameters(),
+        name=optim.name,
+        weight_decay=optim.weight_decay,
+        betas=(optim.beta1, optim.beta2),
+        momentum=optim.momentum,
+    )
+    wrapped = accelerator.prepare_model(model)
+    tally, first_step, seconds_before = Tally(), 0, 0.0
+    saved = checkpoint.complete(folder / "checkpoints")
+    if saved:
+        first_step, newest = saved[-1]
+        meta = checkpoint.restore(newest, encoder=encoder, model=model, optimizer=optimizer)
+        seconds_before = meta["seconds"]
+        if accelerator.is_main_process:  # the counts are of all processes; one of them carries them on
+            exact = exact_type(accelerator.device)
+            tally.add(
+                {
+                    key: torch.tensor(value, dtype=exact, device=accelerator.device)
+                    for key, value in meta["tally"].items()
+                }
+            )
+        job.console.skip(first_step * optim.batch_size)
+        if first_step < optim.steps:
+            job.console.say(f"{folder}: continues from step {first_step}")
+    kept = [record for record in run_folder.read_records(folder) if record["step"] <= first_step]
+    if accelerator.is_main_process:
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+    last = kept[-1] if kept else {}
+    if first_step == optim.steps:
+        return last
+    samples = data.TrainingSamples(
+        job.source,
+        job.rows,
+        recipe.seed,
+        recipe.data.image_size,
+        recipe.data.crop_area,
+        recipe.data.flip,
+        job.objective.per_sample,
+    )
+    batches = data.training_batches(
+        samples,
+        first_step=first_step,
+        steps=optim.steps,
+        batch_size=optim.batch_size,
+        micro_batch=runtime.micro_batch,
+        processes=processes,
+        process=process,
+        workers=wiring.worker_count(recipe, processes),
+        device=accelerator.device,
+    )
+    if runtime.log_inputs:
+        batches = _log_inputs(batches, folder / "inputs" / f"process_{process}.jsonl", first_step, micro_batches)
+    began = time.monotonic()
+
+    def log(step: int, numbers: dict[str, float]) -> None:
+        nonlocal last
+        seconds = seconds_before + time.monotonic() - began
+        last = {
+            "step": step,
+            **numbers,
+            "images": step * optim.batch_size,
+            "epoch": step * optim.batch_size / len(job.rows),
+            "seconds": seconds,
+        }
+        if accelerator.is_main_process:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(last) + "\n")
+        if lines:
+            job.console.say(_line(title, last, optim.steps))
+        if numbers.get("target_classes") == 1:
+            job.console.say(
+                "warning: every target is one and the same colour class; there is nothing to learn in these images"
+            )
+
+    def save(step: int, counts: Tally) -> None:
+        totals = counts.total(lambda value: accelerator.reduce(value, "sum"))
+        if accelerator.is_main_process:
+            checkpoint.write(
+                folder / "checkpoints",
+                step,
+                encoder=encoder,
+                objective=checkpoint.objective_weights(model, encoder),
+                optimizer=optimizer,
+                names=names,
+                meta={
+                    "tally": {name: value.tolist() for name, value in totals.items()},
+                    "seconds": seconds_before + time.monotonic() - began,
+                    "recipe_hash": config.recipe_hash(recipe),
+                },
+                classes=job.classes,
+                keep=runtime.keep,
+            )
+        accelerator.wait_for_everyone()
+
+    with _stop_signals() as received:
+
+        def stop_wanted(step: int) -> bool:
+            # Processes must agree; asking on every step would make the host wait for the device.
+            if processes == 1:
+                return bool(received)
+            if step % runtime.log_every:
+                return False
+            return bool(accelerator.reduce(torch.tensor(len(received), device=accelerator.device), "sum"))
+
+        complete = train(
+            accelerator=accelerator,
+            model=wrapped,
+            objective=job.objective,
+            optimizer=optimizer,
+            batches=batches,
+            learning_rate=lambda step: lr_at(
+                step,
+                base=base,
+                steps=optim.steps,
+                warmup_steps=optim.warmup_steps,
+                schedule=optim.schedule,
+                end=optim.end_learning_rate,
+            ),
+            seed=recipe.seed,
+            first_step=first_step,
+            steps=optim.steps,
+            batch_size=optim.batch_size,
+            micro_batches=micro_batches,
+            clip_norm=optim.clip_norm,
+            log_every=runtime.log_every,
+            eval_every=runtime.eval_every,
+            save_every=runtime.save_every,
+            tally=tally,
+            log=log,
+            evaluate=lambda: {
+                f"held_out_{name}": value
+                for name, value in (measure_rows(job, job.held_out) if job.held_out else {}).items()
+            },
+            save=save,
+            stop_wanted=stop_wanted,
+            track=lambda steps: job.console.track(steps, title, optim.batch_size),
+        )
+    if not complete:
+        step = checkpoint.complete(folder / "checkpoints")[-1][0]
+        raise Stopped(f"stopped at step {step} of {optim.steps} and saved in {folder}; the same command continues")
+    return last
+
+
+def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
+    recipe, accelerator = job.recipe, job.accelerator
+    source, rows = held_out
+    samples = data.HeldOutSamples(source, rows, recipe.data.image_size, job.objective.per_held_out_sample)
+    batches = data.held_out_batches(
+        samples,
+        micro_batch=recipe.runtime.micro_batch,
+        processes=accelerator.num_processes,
+        process=accelerator.process_index,
+        workers=wiring.worker_count(recipe, accelerator.num_processes),
+        device=accelerator.device,
+    )
+    return measure(accelerator, job.model, job.objective, batches)
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one acts as usual."""
+    received: list[int] = []
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def receive(number: int, _: Any) -> None:
+        received.append(number)
+        signal.signal(number, before[number])
+
+    for number in before:
+        signal.signal(number, receive)
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _log_inputs(
+    batches: Iterator[dict[str, Tensor]], file: Path, first_step: int, micro_batches: int
+) -> Iterator[dict[str, Tensor]]:
+    """Writes what each step of this process read: rows, and checksums of pixels and plans."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    before = file.read_text().splitlines(keepends=True) if file.is_file() and first_step else []
+    file.write_text("".join(line for line in before if line.endswith("\n") and json.loads(line)["step"] <= first_step))
+    with file.open("a") as lines:
+        for count, batch in enumerate(batches):
+            parts = {key: value.cpu().numpy() for key, value in batch.items() if key != "labels"}
+            index = parts.pop("index").tolist()
+            sums = {key: [zlib.crc32(one.tobytes()) for one in value] for key, value in parts.items()}
+            lines.write(json.dumps({"step": first_step + 1 + count // micro_batches, "index": index, **sums}) + "\n")
+            lines.flush()
+            yield batch
+
+
+def _line(title: str, record: Mapping[str, float], steps: int) -> str:
+    """A record as a person would read it."""
+    shown = [
+        ("loss", "loss", "{:.4f}"),
+        ("held_out_loss", "held-out loss", "{:.4f}"),
+        ("held_out_target_entropy", "(class entropy", "{:.2f})"),
+        ("held_out_accuracy_masked", "held-out accuracy: masked", "{:.3f}"),
+        ("held_out_accuracy_random", "random", "{:.3f}"),
+        ("held_out_accuracy_kept", "kept", "{:.3f}"),
+        ("held_out_nearest_patch_accuracy_masked", "(nearest patch, masked:", "{:.3f})"),
+        ("accuracy", "accuracy", "{:.3f}"),
+        ("target_entropy", "target entropy", "{:.2f}"),
+        ("learning_rate", "lr", "{:.2e}"),
+        ("images_per_second", "images/s", "{:.0f}"),
+    ]
+    if "held_out_accuracy_masked" not in record:
+        shown.insert(3, ("held_out_accuracy", "held-out accuracy", "{:.3f}"))
+    parts = [f"{label} {form.format(record[key])}" for key, label, form in shown if key in record]
+    return f"{title} {int(record['step'])}/{steps}  " + "  ".join(parts)

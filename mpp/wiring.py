@@ -1,0 +1,200 @@
+"""From a recipe to objects: processes, data, encoder and objective, and what they would cost."""
+
+import dataclasses
+import os
+
+import numpy as np
+import timm
+import torch
+from accelerate import Accelerator
+
+from mpp import checkpoint, config, cost, sources
+from mpp.config import RunConfig
+from mpp.console import Console
+from mpp.errors import UserError
+from mpp.model import PIXEL_MEAN, PIXEL_STD, build_encoder, load_encoder, patch_of, set_pixel_statistics
+from mpp.objectives import OBJECTIVES, MaskedPatchPrediction, Objective, Supervised
+from mpp.patches import grid_size
+from mpp.targets import TARGETS
+
+HeldOut = tuple[sources.Source, np.ndarray]  # a source and rows of it
+Pixels = tuple[float, ...]  # of each channel
+
+
+def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
+    precision = {"fp32": "no", "bf16": "bf16"}[recipe.runtime.precision]
+    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    told = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
+    launcher = "" if told == precision else f", whatever the launcher says: {told}"
+    count = accelerator.num_processes
+    console.say(
+        f"{count} process{'es' if count > 1 else ''} on {accelerator.device.type}, batch of {recipe.optim.batch_size} "
+        f"images in all, precision {recipe.runtime.precision} (runtime.precision decides{launcher})"
+    )
+    return accelerator
+
+
+def micro_batches(recipe: RunConfig, processes: int) -> int:
+    """Forward passes of one process in one step; raises UserError where they do not fill the batch."""
+    batch, micro = recipe.optim.batch_size, recipe.runtime.micro_batch
+    count, rest = divmod(batch, micro * processes)
+    if rest or not count:
+        share, left = divmod(batch, processes)
+        fits = [size for size in range(1, min(micro, share) + 1) if share % size == 0] if not left else []
+        remedy = f"use runtime.micro_batch={fits[-1]}" if fits else f"use a batch size that {processes} divides"
+        raise UserError(
+            f"optim.batch_size={batch} is not a multiple of runtime.micro_batch={micro} x {processes} "
+            f"process{'es' if processes > 1 else ''}; {remedy}"
+        )
+    return count
+
+
+def worker_count(recipe: RunConfig, processes: int) -> int:
+    if isinstance(recipe.runtime.workers, int):
+        return recipe.runtime.workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(max(cores // processes - 1, 0), 16)
+
+
+def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -> HeldOut | None:
+    if not sources.has_held_out_split(recipe.data.source, recipe.data.train_split, recipe.data.eval_split):
+        console.say(
+            f"{recipe.data.source} has no split {recipe.data.eval_split}: "
+            "all images are trained on, and there are no held-out figures"
+        )
+        return None
+    held_out = sources.open_source(recipe.data.source, recipe.data.eval_split)
+    if recipe.objective.name == "supervised":
+        require_same_classes(source, held_out, recipe)
+    return held_out, np.arange(len(held_out))
+
+
+def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
+    if source.classes is None:
+        raise UserError(
+            f"data.source={recipe.data.source}: no classes in split {recipe.data.train_split}; "
+            "put every image in a class folder, SPLIT/CLASS/*.jpg, or pre-train with objective.name=mpp"
+        )
+    if len(source.classes) < 2:
+        raise UserError(f"data.source={recipe.data.source}: {len(source.classes)} class; training needs two or more")
+    return source.classes
+
+
+def require_same_classes(source: sources.Source, other: sources.Source, recipe: RunConfig) -> None:
+    if source.classes == other.classes:
+        return
+    here, there = set(source.classes or []), set(other.classes or [])
+    raise UserError(
+        f"data.source={recipe.data.source}: the classes of {recipe.data.train_split} and {recipe.data.eval_split} "
+        f"differ (only in the first: {sorted(here - there)[:5]}, only in the second: {sorted(there - here)[:5]})"
+    )
+
+
+def initial_encoder(
+    recipe: RunConfig, classes: list[str] | None, console: Console
+) -> tuple[timm.models.VisionTransformer, Pixels, Pixels]:
+    """The encoder with its first weights, and the pixel mean and standard deviation it was made for."""
+    torch.manual_seed(recipe.seed)
+    encoder = build_encoder(
+        image_size=recipe.data.image_size,
+        classes=len(classes) if classes else 0,
+        **dataclasses.asdict(recipe.model),
+    )
+    if recipe.init == "scratch":
+        return encoder, PIXEL_MEAN, PIXEL_STD
+    found = checkpoint.find_weights(recipe.init)
+    loaded = load_encoder(encoder, found.tensors, recipe.init)
+    pixels = found.config.get("pretrained_cfg", {})
+    mean, std = tuple(pixels.get("mean", PIXEL_MEAN)), tuple(pixels.get("std", PIXEL_STD))
+    set_pixel_statistics(encoder, mean, std)
+    notes = [f"encoder from {found.path}", f"pixel mean {mean[0]:g}, standard deviation {std[0]:g}"]
+    notes += [] if pixels else ["no config.json beside it, so these two are this package's own"]
+    notes += [f"dropped {', '.join(loaded.dropped)}"] if loaded.dropped else []
+    if loaded.resized:
+        old, new = loaded.resized
+        notes.append(f"position embeddings resized from {old} x {old} to {new} x {new}")
+    console.say("; ".join(notes))
+    return encoder, mean, std
+
+
+def frozen_encoder(recipe: RunConfig) -> tuple[timm.models.VisionTransformer, Pixels, Pixels]:
+    """The encoder that a recipe starts from, without a head, and its pixel mean and standard deviation."""
+    return initial_encoder(recipe, None, Console(quiet=True))
+
+
+def build_objective(
+    recipe: RunConfig,
+    encoder: timm.models.VisionTransformer,
+    classes: list[str] | None,
+    mean: Pixels,
+    std: Pixels,
+) -> Objective:
+    if OBJECTIVES[recipe.objective.name] is Supervised:
+        return Supervised(len(classes or []), recipe.objective.label_smoothing, mean, std)
+    patch_size = patch_of(encoder)
+    rows, columns = grid_size(recipe.data.image_size, patch_size)
+    objective = MaskedPatchPrediction(
+        seed=recipe.seed,
+        patch_size=patch_size,
+        patch_count=rows * columns,
+        corruption=recipe.objective.corruption,
+        target=recipe.objective.target,
+        mean=mean,
+        std=std,
+    )
+    objective.per_sample(0, 0)  # refuses a share that corrupts no patch
+    blank = torch.zeros(1, recipe.data.image_size, recipe.data.image_size, 3, dtype=torch.uint8)
+    TARGETS[recipe.objective.target].of_patches(blank, patch_size)  # refuses a patch that can't give this target
+    return objective
+
+
+def planned_images(recipe: RunConfig) -> int:
+    """Images that a run trains on, its choice of a learning rate included."""
+    rates = recipe.optim.learning_rate
+    runs = len(rates) + 1 if isinstance(rates, tuple) and len(rates) > 1 else 1
+    return runs * recipe.optim.steps * recipe.optim.batch_size
+
+
+def dry_run(recipe: RunConfig) -> str:
+    """The resolved recipe and what it would cost, without reading data or training.
+
+    Raises UserError where the recipe can't be run.
+    """
+    with torch.device("meta"):
+        classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+        encoder = build_encoder(
+            image_size=recipe.data.image_size,
+            classes=len(classes) if classes else 0,
+            **dataclasses.asdict(recipe.model),
+        )
+        objective = build_objective(recipe, encoder, classes, PIXEL_MEAN, PIXEL_STD)
+        model = objective.build(encoder)
+    side, rows = recipe.data.image_size, 2
+    batch = {
+        "images": torch.zeros(rows, side, side, 3, dtype=torch.uint8),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+    }
+    plans = [objective.per_sample(0, row) for row in range(rows)]
+    batch |= {key: torch.from_numpy(np.stack([plan[key] for plan in plans])) for key in plans[0]}
+    found = cost.of_model(model, objective, {key: value.to("meta") for key, value in batch.items()})
+    images = planned_images(recipe)
+    optim, micro = recipe.optim, recipe.runtime.micro_batch
+    states = 2 if optim.name == "adamw" else 1
+    memory = found.parameters * 4 * (2 + states) + found.activation_bytes * micro
+    hours = 3 * found.forward_flops * images / (cost.A100_FLOPS * cost.UTILIZATION) / 3600
+    note = " (with a head of 1000 classes)" if classes else ""
+    return "\n".join(
+        [
+            config.to_yaml(recipe),
+            f"parameters         {found.parameters:,} in all, {found.encoder_parameters:,} of them the encoder{note}",
+            f"forward            {found.forward_flops / 1e9:.2f} GFLOPs an image (a multiply-add counts as 2)",
+            f"steps              {optim.steps:,} of {optim.batch_size:,} images",
+            f"images             {images:,}"
+            + (", the choice of a learning rate included" if images > optim.steps * optim.batch_size else ""),
+            f"training           {3 * found.forward_flops * images / 1e18:.4g} exaFLOPs (3 x forward)",
+            f"memory             {memory / 2**30:.1f} GiB a process at runtime.micro_batch={micro} (weights, "
+            "gradients, optimiser and activations, all in float32)",
+            f"device-hours       {hours:,.1f} on an A100 ({cost.A100_FLOPS / 1e12:.0f} TFLOP/s in bf16) at an assumed "
+            f"{cost.UTILIZATION:.0%} of its peak",
+        ]
+    )

@@ -1,0 +1,185 @@
+"""Real processes: two against one, kills and signals, and what was actually read."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, command
+from safetensors.torch import load_file
+
+PRETRAIN = ROOT / "mpp" / "pretrain.py"
+
+
+def lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def read(output):
+    """What each step read over all processes: {step: {(row, crc of pixels, positions, actions, donors)}}."""
+    found = {}
+    for file in (output / "inputs").glob("process_*.jsonl"):
+        for line in lines(file):
+            samples = zip(*(line[key] for key in ("index", "images", "positions", "actions", "donors")), strict=True)
+            found.setdefault(line["step"], set()).update(samples)
+    return found
+
+
+def last_weights(output):
+    folder = max((output / "checkpoints").iterdir())
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same recipe with one process and with two, and with accumulation."""
+    import yaml
+    from conftest import TINY
+
+    root = tmp_path_factory.mktemp("runs")
+    recipe = {**TINY, "runtime": {"micro_batch": 4, "workers": 1, "log_every": 1, "eval_every": 4, "log_inputs": True}}
+    # Held-out images in an odd number: the last batches of the two processes are uneven.
+    recipe["data"] = {**TINY["data"], "source": "synthetic:21"}
+    recipe["optim"] = {**TINY["optim"], "steps": 8, "learning_rate": 3e-3}
+    (root / "tiny.yaml").write_text(yaml.safe_dump(recipe))
+    finished = {}
+    for name, processes, micro in [("one", 1, 8), ("two", 2, 4), ("two_parts", 2, 2)]:
+        done = command(
+            PRETRAIN,
+            "--recipe",
+            root / "tiny.yaml",
+            "--output",
+            root / name,
+            f"runtime.micro_batch={micro}",
+            processes=processes,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "find_unused" not in done.stderr and "unused parameters" not in done.stderr
+        assert json.loads((root / name / "summary.json").read_text())["processes"] == processes
+        finished[name] = root / name, done
+    return finished
+
+
+def test_two_processes_read_the_same_images_crops_and_masks_in_every_step(runs):
+    one, two, parts = (read(runs[name][0]) for name in ("one", "two", "two_parts"))
+    assert len(one) == 8 and all(len(samples) == 8 for samples in one.values())
+    assert one == two == parts
+    shares = [lines(runs["two"][0] / "inputs" / f"process_{process}.jsonl")[:2] for process in (0, 1)]
+    read_in_first_epoch = [index for share in shares for line in share for index in line["index"]]
+    assert len(read_in_first_epoch) == len(set(read_in_first_epoch)) == 16
+
+
+def test_epochs_are_whole_and_differently_ordered_over_both_processes(runs):
+    read_by_step = read(runs["two"][0])
+    order = [row for step in sorted(read_by_step) for row in sorted(sample[0] for sample in read_by_step[step])]
+    assert len(order) == 64  # 3 epochs of 21 and one more
+    counts = [order.count(row) for row in range(21)]
+    assert sorted(set(counts)) in ([3], [3, 4])
+    assert [s[0] for s in sorted(read_by_step[1])] != [s[0] for s in sorted(read_by_step[4])]
+
+
+@pytest.mark.parametrize("name", ["two", "two_parts"])
+def test_two_processes_have_the_same_losses_to_1e_5(runs, name):
+    one, two = lines(runs["one"][0] / "metrics.jsonl"), lines(runs[name][0] / "metrics.jsonl")
+    assert [record["step"] for record in one] == [record["step"] for record in two] == list(range(1, 9))
+    for first, second in zip(one, two, strict=True):
+        assert abs(first["loss"] - second["loss"]) < 1e-5
+        assert math.isclose(first["grad_norm"], second["grad_norm"], rel_tol=1e-4)
+        for key in ("learning_rate", "images", "epoch", "target_entropy"):
+            assert first[key] == second[key]
+
+
+def test_held_out_figures_count_every_image_once_over_uneven_batches(runs):
+    one, two = (lines(runs[name][0] / "metrics.jsonl")[3] for name in ("one", "two"))
+    for key in ("held_out_target_entropy", "held_out_nearest_patch_accuracy", "held_out_target_classes"):
+        assert math.isclose(one[key], two[key], rel_tol=1e-12)
+    assert abs(one["held_out_loss"] - two["held_out_loss"]) < 1e-5
+
+
+def test_exported_names_do_not_depend_on_the_number_of_processes(runs):
+    one, two = last_weights(runs["one"][0]), last_weights(runs["two"][0])
+    assert one.keys() == two.keys() and not any(name.startswith(("module.", "_orig_mod.")) for name in one)
+    assert all(torch.allclose(one[name], two[name], atol=1e-4) for name in one)
+
+
+def test_only_the_first_process_speaks(runs):
+    assert runs["two"][1].stdout.count("pre-training 8/8") == 1
+
+
+def test_supervised_and_finetuning_on_two_processes(tmp_path, tiny):
+    path = tiny(objective__name="supervised", data__source="synthetic:21")
+    accuracies = []
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        done = command(
+            ROOT / "eval" / "finetune.py", "--recipe", path, "--output", output, "optim.learning_rate=[0.001, 0.01]",
+            f"runtime.micro_batch={8 // processes}", "data.holdout=0.3", processes=processes,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        accuracies.append(
+            {record["metric"]: record["value"] for record in json.loads((output / "results.json").read_text())}
+        )
+    assert accuracies[0]["accuracy"] == accuracies[1]["accuracy"]
+    assert abs(accuracies[0]["loss"] - accuracies[1]["loss"]) < 1e-4
+
+
+def test_a_batch_that_processes_do_not_divide_is_refused(tiny, tmp_path):
+    done = command(PRETRAIN, "--recipe", tiny(), "--output", tmp_path / "run", processes=2)
+    assert (
+        "optim.batch_size=8 is not a multiple of runtime.micro_batch=8 x 2 processes; use runtime.micro_batch=4"
+        in done.stderr
+    )
+    assert done.stderr.count("is not a multiple of") == 1  # one message, not one a process
+    assert not (tmp_path / "run").exists()
+
+
+def start(path, output, processes=1):
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return subprocess.Popen(
+        [*launcher, str(PRETRAIN), "--recipe", path, "--output", str(output)],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_steps(output, steps):
+    """Until so many steps are logged; a file may be read while it is written."""
+    file, until = Path(output) / "metrics.jsonl", time.monotonic() + 60
+    while not file.is_file() or file.read_text().count("\n") < steps:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number):
+    path = tiny(model__dropout=0.1, optim__steps=60, runtime__save_every=3)
+    straight = command(PRETRAIN, "--recipe", path, "--output", tmp_path / "straight")
+    assert straight.returncode == 0, straight.stderr
+    process = start(path, tmp_path / "broken")
+    wait_for_steps(tmp_path / "broken", 10)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert not (tmp_path / "broken" / "summary.json").exists(), "the run was over before it was stopped"
+    if number != signal.SIGKILL:
+        assert process.returncode == 130
+        assert "the same command continues" in errors and "Traceback" not in errors
+    again = command(PRETRAIN, "--recipe", path, "--output", tmp_path / "broken")
+    assert again.returncode == 0 and "continues from step" in again.stdout
+    one, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "broken")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    steps = [record["step"] for record in lines(tmp_path / "broken" / "metrics.jsonl")]
+    assert steps == list(range(1, 61))
+    losses = [
+        [record["loss"] for record in lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "broken")
+    ]
+    assert losses[0] == losses[1]

@@ -1,0 +1,510 @@
+"""mpp/run.py and mpp/train.py: whole small runs, in this process."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from safetensors.torch import load_file
+
+from mpp import checkpoint, config, data, job, run, run_folder, sources, wiring
+from mpp.console import Console
+from mpp.errors import UserError
+from mpp.model import MaskedPatchModel, build_encoder
+from mpp.objectives import MaskedPatchPrediction
+from mpp.optim import lr_at
+from mpp.train import Diverged
+
+
+def pretrain(path, output, *overrides, **flags):
+    return run.pretrain(config.load_run(path, overrides)[0], output, Console(), **flags)
+
+
+def finetune(path, output, *overrides, **flags):
+    changes = [
+        "objective.name=supervised",
+        "optim.name=sgd",
+        "optim.weight_decay=0",
+        "data.source=synthetic:40",
+        *overrides,
+    ]
+    return run.finetune(config.load_run(path, changes)[0], output, Console(), **flags)
+
+
+def records(output, *leave_out):
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in leave_out} for line in lines]
+
+
+TIMES = ("seconds", "images_per_second")
+
+
+def newest(output):
+    return checkpoint.complete(output / "checkpoints")[-1][1]
+
+
+def weights(output):
+    files = (newest(output) / name for name in ("model.safetensors", "objective.safetensors"))
+    return {name: value for file in files if file.exists() for name, value in load_file(file).items()}
+
+
+def same(first, second):
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def hashes(folder):
+    return {str(file): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_run_leaves_what_the_interface_says(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "run", "runtime.eval_every=2")
+    files = {str(file.relative_to(tmp_path / "run")) for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    step = "checkpoints/step_00000004"
+    assert files == {
+        "config.yaml", "metrics.jsonl", "summary.json", "figures/curves.png", "figures/mosaic.png",
+        f"{step}/config.json", f"{step}/model.safetensors", f"{step}/objective.safetensors",
+        f"{step}/state/optimizer.safetensors", f"{step}/state/meta.json",
+    }  # fmt: skip
+    assert (
+        config.load_run(str(tmp_path / "run" / "config.yaml"))[0]
+        == config.load_run(tiny(), ["runtime.eval_every=2"])[0]
+    )
+    logged = records(tmp_path / "run")
+    assert [record["step"] for record in logged] == [1, 2, 3, 4]
+    assert all(key in record for record in logged for key in ("loss", "learning_rate", "images_per_second", "images"))
+    assert ["held_out_loss" in record for record in logged] == [False, True, False, True]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["images"] == 32 and summary["steps"] == 4 and summary["processes"] == 1
+    assert math.isclose(logged[0]["loss"], math.log(512), rel_tol=1e-6)
+
+
+def test_a_tiny_run_learns_what_the_entropy_cannot_explain(tiny, tmp_path):
+    found = pretrain(
+        tiny(), tmp_path / "run", "data.source=demo", "optim.steps=120", "optim.batch_size=64", "runtime.micro_batch=64",
+        "runtime.log_every=60", "optim.learning_rate=4e-3", "optim.warmup_steps=10", "model.patch_size=16",
+    )["figures"]  # fmt: skip
+    assert found["held_out_loss"] < found["held_out_target_entropy"] - 0.3
+    assert found["held_out_accuracy_masked"] > found["held_out_most_frequent_accuracy"]
+
+
+def test_one_step_is_what_torch_does_by_hand(tiny, tmp_path):
+    # Two micro-batches, SGD, clipping: the update of one step worked out without the loop.
+    path = tiny(
+        optim__name="sgd", optim__steps=2, optim__warmup_steps=0, optim__clip_norm=0.05, optim__weight_decay=0.1
+    )
+    pretrain(
+        path,
+        tmp_path / "run",
+        "runtime.micro_batch=4",
+        "runtime.save_every=1",
+        "optim.learning_rate=0.5",
+        "runtime.keep=9",
+    )
+    recipe = config.load_run(path)[0]
+    torch.manual_seed(0)
+    encoder = build_encoder("vit_tiny_patch16_224", image_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2)
+    objective = MaskedPatchPrediction(0, 8, 16, 0.5, "mean_color", (0.5,) * 3, (0.5,) * 3)
+    model = objective.build(encoder)
+    assert isinstance(model, MaskedPatchModel)
+    source = sources.open_source("synthetic:24", "train")
+    samples = data.TrainingSamples(source, np.arange(24), 0, 32, recipe.data.crop_area, True, objective.per_sample)
+    batch = data._collate([samples[place] for place in range(8)])
+    loss, _ = objective.loss(model, batch)  # all eight at once: the mean of two equal halves
+    loss.backward()
+    norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
+    logged = records(tmp_path / "run")[0]
+    assert math.isclose(logged["grad_norm"], norm, rel_tol=1e-5) and norm > 0.05  # the norm before clipping
+    assert math.isclose(logged["loss"], loss.item(), rel_tol=1e-6)
+    saved = checkpoint.complete(tmp_path / "run" / "checkpoints")[0][1]
+    after = {
+        **{f"encoder.{k}": v for k, v in load_file(saved / "model.safetensors").items()},
+        **load_file(saved / "objective.safetensors"),
+    }
+    moved = 0.0
+    for name, parameter in model.named_parameters():
+        kernel = parameter.dim() > 1 and name.split(".")[-1] not in ("pos_embed", "cls_token")
+        gradient = parameter.grad * (0.05 / (norm + 1e-6))
+        moved += gradient.square().sum().item()
+        expected = parameter - 0.5 * (gradient + (0.1 * parameter if kernel else 0))
+        assert torch.allclose(after[name], expected, atol=1e-6), name
+    assert math.isclose(math.sqrt(moved), 0.05, rel_tol=0.01)  # the norm that the optimiser used
+
+
+def test_accumulation_equals_one_large_batch(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "whole")
+    pretrain(tiny(), tmp_path / "parts", "runtime.micro_batch=2")
+    for one, other in zip(records(tmp_path / "whole"), records(tmp_path / "parts"), strict=True):
+        assert math.isclose(one["loss"], other["loss"], rel_tol=1e-5)
+        assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-4)
+        assert one["learning_rate"] == other["learning_rate"] and one["images"] == other["images"]
+
+
+def test_the_logged_learning_rate_is_the_schedule_by_steps(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "run", "runtime.micro_batch=2")
+    expected = [lr_at(step, base=1e-3, steps=4, warmup_steps=1, schedule="cosine") for step in range(4)]
+    assert [record["learning_rate"] for record in records(tmp_path / "run")] == expected
+
+
+def test_clipping_off_leaves_the_gradient(tiny, tmp_path):
+    options = ["optim.name=sgd", "optim.steps=2", "optim.warmup_steps=0", "optim.weight_decay=0"]
+    pretrain(tiny(), tmp_path / "off", *options, "optim.clip_norm=0")
+    pretrain(tiny(), tmp_path / "far", *options, "optim.clip_norm=1e6")
+    assert same(weights(tmp_path / "off"), weights(tmp_path / "far"))
+
+
+def test_same_seed_same_run_and_every_seed_counts(tiny, tmp_path):
+    for name, seed, workers in [("a", 0, 0), ("b", 0, 2), ("c", 1, 0)]:
+        pretrain(tiny(model__dropout=0.1), tmp_path / name, f"seed={seed}", f"runtime.workers={workers}")
+    assert records(tmp_path / "a", *TIMES) == records(tmp_path / "b", *TIMES)
+    assert same(weights(tmp_path / "a"), weights(tmp_path / "b"))
+    assert [r["loss"] for r in records(tmp_path / "a")] != [r["loss"] for r in records(tmp_path / "c")]
+
+
+def test_evaluating_does_not_disturb_the_run(tiny, tmp_path):
+    pretrain(tiny(model__dropout=0.1), tmp_path / "often", "runtime.eval_every=1")
+    pretrain(tiny(model__dropout=0.1), tmp_path / "never")
+    assert same(weights(tmp_path / "often"), weights(tmp_path / "never"))
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(tiny, tmp_path, monkeypatch, stop):
+    path = tiny(model__dropout=0.1, optim__steps=6, runtime__log_every=2)
+    pretrain(path, tmp_path / "straight")
+    count = iter(range(100))
+    with monkeypatch.context() as patch:
+        # A signal that arrives in the given step, in the middle of a window of logging.
+        original = job._stop_signals
+
+        class Now(list):
+            def __bool__(self):
+                return next(count) == stop - 1
+
+        from contextlib import contextmanager
+
+        @contextmanager
+        def signals():
+            with original():
+                yield Now()
+
+        patch.setattr(job, "_stop_signals", signals)
+        with pytest.raises(
+            job.Stopped, match=f"stopped at step {stop} of 6 and saved in .*; the same command continues"
+        ):
+            pretrain(path, tmp_path / "broken")
+    assert newest(tmp_path / "broken").name == f"step_0000000{stop}"
+    pretrain(path, tmp_path / "broken")
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
+    assert records(tmp_path / "straight", *TIMES) == records(tmp_path / "broken", *TIMES)
+
+
+def test_metrics_after_the_checkpoint_are_dropped_and_a_half_line_too(tiny, tmp_path):
+    path = tiny()
+    pretrain(path, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "loss": 1.0}\n{"step": 10, "lo')
+    pretrain(path, tmp_path / "run")
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
+
+
+def test_a_finished_run_is_not_trained_again(tiny, tmp_path, capsys):
+    first = pretrain(tiny(), tmp_path / "run")
+    before = hashes(tmp_path / "run")
+    assert pretrain(tiny(), tmp_path / "run", "runtime.micro_batch=4") == first
+    assert "this run is finished" in capsys.readouterr().out
+    assert hashes(tmp_path / "run") == before
+
+
+def test_another_run_in_the_folder_is_refused_and_kept(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "run")
+    before = hashes(tmp_path / "run")
+    with pytest.raises(UserError) as refusal:
+        pretrain(tiny(), tmp_path / "run", "optim.steps=5", "seed=3")
+    message = str(refusal.value)
+    assert f"--output {tmp_path / 'run'} holds another run" in message and "--overwrite" in message
+    assert "optim.steps: 4 there, 5 here" in message and "seed: 0 there, 3 here" in message
+    assert hashes(tmp_path / "run") == before
+    pretrain(tiny(), tmp_path / "run", "optim.steps=5", overwrite=True)
+    assert len(records(tmp_path / "run")) == 5
+
+
+def test_a_folder_with_other_files_is_not_taken(tiny, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("precious")
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match=r"holds files but no run \(thesis.tex\)"):
+            pretrain(tiny(), tmp_path / "run", overwrite=overwrite)
+    assert hashes(tmp_path / "run") == {str(tmp_path / "run" / "thesis.tex"): b"precious"}
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="is a file; name a folder"):
+        pretrain(tiny(), tmp_path / "file")
+
+
+def test_a_run_without_a_checkpoint_says_that_it_starts_again(tiny, tmp_path, capsys):
+    pretrain(tiny(), tmp_path / "run")
+    import shutil
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "summary.json").unlink()
+    pretrain(tiny(), tmp_path / "run")
+    assert "holds a run without a complete checkpoint: it starts again at step 0" in capsys.readouterr().out
+
+
+def test_divergence_stops_and_leaves_only_finite_checkpoints(tiny, tmp_path):
+    with pytest.raises(Diverged, match=r"loss=.* at step \d+, with learning rate .*: the run diverged"):
+        pretrain(
+            tiny(optim__steps=40, optim__name="sgd"), tmp_path / "run", "optim.learning_rate=1e9", "optim.clip_norm=0",
+            "runtime.save_every=1", "optim.warmup_steps=0",
+        )  # fmt: skip
+    for _, path in checkpoint.complete(tmp_path / "run" / "checkpoints"):
+        assert all(value.isfinite().all() for value in load_file(path / "model.safetensors").values())
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["data.image_size=36"], "data.image_size=36 is not a multiple of the patch size 8 (4 border pixels would be dropped); use 32 or 40"),
+        (["runtime.micro_batch=3"], "optim.batch_size=8 is not a multiple of runtime.micro_batch=3 x 1 process; use runtime.micro_batch=2"),
+        (["runtime.micro_batch=16"], "use runtime.micro_batch=8"),
+        (["data.source=folder:/nowhere"], "data.source=folder:/nowhere: no such folder"),
+        (["init=/nowhere"], "init=/nowhere: not found"),
+        (["objective.corruption=0.01"], "objective.corruption=0.01 of 16 patches corrupts 0"),
+        (["objective.target=colors_4x4", "model.patch_size=2"], "objective.target=colors_4x4 needs a patch size that 4 divides, not 2"),
+        (["optim.learning_rate=[1e-3, 1e-2]"], "a list, which is for fine-tuning"),
+        (["model.name=vit_nano"], "timm knows no such model"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_before_anything_is_written(tiny, tmp_path, overrides, words):
+    with pytest.raises(UserError) as refusal:
+        pretrain(tiny(), tmp_path / "run", *overrides)
+    assert words in str(refusal.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("target", ["mean_color", "colors_4x4", "pixels"])
+def test_every_target_trains_and_draws_its_picture(tiny, tmp_path, target):
+    found = pretrain(tiny(), tmp_path / "run", f"objective.target={target}", "runtime.eval_every=4")["figures"]
+    assert math.isfinite(found["held_out_loss"])
+    with Image.open(tmp_path / "run" / "figures" / "mosaic.png") as picture:
+        assert picture.width > 400 and len(picture.convert("RGB").getcolors(10**6)) > 50
+
+
+def test_a_set_of_one_color_warns(tiny, tmp_path, capsys):
+    (tmp_path / "grey").mkdir()
+    for number in range(3):
+        Image.new("RGB", (40, 40), (90, 90, 90)).save(tmp_path / "grey" / f"{number}.png")
+    pretrain(tiny(), tmp_path / "run", f"data.source=folder:{tmp_path / 'grey'}")
+    out = capsys.readouterr().out
+    assert "warning: every target is one and the same colour class" in out
+    assert "has no split validation" in out  # and so no held-out figures, which is said
+
+
+def test_inputs_are_logged_on_request(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "run", "runtime.log_inputs=true", "runtime.micro_batch=4")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "inputs" / "process_0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 2, 2, 3, 3, 4, 4]
+    read = [index for line in lines for index in line["index"]]
+    assert sorted(read[:24]) == list(range(24))
+
+
+# ---- supervised, and fine-tuning
+
+
+def test_supervised_pretraining_names_its_classes(tiny, tmp_path):
+    found = pretrain(tiny(objective__name="supervised"), tmp_path / "run", "runtime.eval_every=4")["figures"]
+    assert "held_out_accuracy" in found and "held_out_top_5_accuracy" in found
+    saved = json.loads((newest(tmp_path / "run") / "config.json").read_text())
+    assert saved["num_classes"] == 10 and saved["label_names"][3] == "class 3"
+
+
+def test_supervised_needs_classes(tiny, tmp_path):
+    (tmp_path / "flat").mkdir()
+    Image.new("RGB", (40, 40)).save(tmp_path / "flat" / "a.png")
+    with pytest.raises(UserError, match="no classes in split train"):
+        pretrain(tiny(objective__name="supervised"), tmp_path / "run", f"data.source=folder:{tmp_path / 'flat'}")
+
+
+def test_finetuning_chooses_on_held_out_rows_and_reads_the_test_split_once(tiny, tmp_path, monkeypatch):
+    pretrain(tiny(), tmp_path / "mpp")
+    measured, measure_rows = [], job.measure_rows
+
+    def noted(one, held_out):
+        measured.append((one.folder.name, len(held_out[1])))
+        return measure_rows(one, held_out)
+
+    monkeypatch.setattr(job, "measure_rows", noted)
+    rates = "optim.learning_rate=[0.001, 0.3, 0.01]"
+    found = finetune(
+        tiny(), tmp_path / "tune", rates, f"init={tmp_path / 'mpp'}", "data.image_size=48", "optim.steps=30", arm="mpp"
+    )
+    assert measured == [
+        ("learning_rate_0.001", 10), ("learning_rate_0.3", 10), ("learning_rate_0.01", 10), ("tune", 40),
+    ]  # fmt: skip
+    tried = found[0]["tried"]
+    best = max(tried, key=lambda rate: (tried[rate]["accuracy"], -tried[rate]["loss"]))
+    accuracy = next(record for record in found if record["metric"] == "accuracy")
+    assert f"{accuracy['learning_rate']:g}" == best
+    assert accuracy["arm"] == "mpp" and accuracy["images"] == 40 and accuracy["train_images"] == 40
+    assert json.loads((tmp_path / "tune" / "results.json").read_text()) == found
+    assert (tmp_path / "tune" / "report.md").is_file()
+    # A second call reads what is there.
+    assert (
+        finetune(
+            tiny(),
+            tmp_path / "tune",
+            rates,
+            f"init={tmp_path / 'mpp'}",
+            "data.image_size=48",
+            "optim.steps=30",
+            arm="mpp",
+        )
+        == found
+    )
+    assert len(measured) == 4
+
+
+def test_the_tests_figure_is_that_of_the_saved_weights(tiny, tmp_path):
+    import timm
+
+    found = finetune(
+        tiny(),
+        tmp_path / "tune",
+        "optim.learning_rate=0.1",
+        "optim.steps=120",
+        "data.flip=false",
+        "runtime.log_every=60",
+    )
+    model = timm.create_model(f"local-dir:{newest(tmp_path / 'tune')}", pretrained=True).eval()
+    test = sources.open_source("synthetic:40", "validation")
+    images = torch.from_numpy(np.stack([data.whole_image(test.image(row), 32) for row in range(40)]))
+    with torch.no_grad():
+        logits = model((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
+    labels = torch.from_numpy(test.labels)
+    figures = {record["metric"]: record["value"] for record in found}
+    assert figures["accuracy"] == (logits.argmax(1) == labels).double().mean().item()
+    assert math.isclose(figures["loss"], F.cross_entropy(logits, labels).item(), rel_tol=1e-5)
+    assert figures["accuracy"] > 0.3  # ten classes
+
+
+def test_head_position_and_statistics_on_the_way_to_finetuning(tiny, tmp_path, capsys):
+    pretrain(tiny(objective__name="supervised"), tmp_path / "pre")
+    saved = newest(tmp_path / "pre") / "config.json"
+    changed = json.loads(saved.read_text())
+    changed["pretrained_cfg"]["mean"] = [0.4, 0.4, 0.4]
+    saved.write_text(json.dumps(changed))
+    finetune(tiny(), tmp_path / "tune", "optim.learning_rate=0.01", f"init={tmp_path / 'pre'}", "data.image_size=48")
+    out = capsys.readouterr().out
+    assert "dropped head.bias, head.weight" in out
+    assert "pixel mean 0.4" in out
+    assert "position embeddings resized from 4 x 4 to 6 x 6" in out
+    # The statistics stay with the weights.
+    assert json.loads((newest(tmp_path / "tune") / "config.json").read_text())["pretrained_cfg"]["mean"] == [
+        0.4,
+        0.4,
+        0.4,
+    ]
+
+
+def test_a_rate_that_diverges_loses_and_all_that_diverge_stop(tiny, tmp_path):
+    options = ["optim.clip_norm=0", "optim.steps=30", "optim.warmup_steps=0"]
+    found = finetune(tiny(), tmp_path / "one", "optim.learning_rate=[1e12, 0.01]", *options)
+    assert found[0]["learning_rate"] == 0.01 and found[0]["tried"]["1e+12"]["diverged"]
+    with pytest.raises(
+        Diverged, match=re.escape("every learning rate of [1000000000000.0, 10000000000000.0] diverged")
+    ):
+        finetune(tiny(), tmp_path / "all", "optim.learning_rate=[1e12, 1e13]", *options)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["objective.name=mpp"], "fine-tuning needs supervised"),
+        (["data.holdout=0", "optim.learning_rate=[1, 2]"], "data.holdout=0 leaves nothing to choose"),
+        (["data.per_class=99"], "data.per_class=99: class class 0 has 4 images"),
+        (["data.eval_split=test", "data.source=demo"], "the splits train and validation, not test"),
+    ],
+)
+def test_what_finetuning_refuses(tiny, tmp_path, overrides, words):
+    with pytest.raises(UserError) as refusal:
+        finetune(tiny(), tmp_path / "tune", *overrides)
+    assert words in str(refusal.value)
+    assert not (tmp_path / "tune").exists()
+
+
+def test_a_checkpoint_of_another_shape_is_refused_before_anything_is_written(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "pre")
+    with pytest.raises(UserError, match="unexpected: blocks.1.norm1.weight"):
+        finetune(tiny(), tmp_path / "tune", f"init={tmp_path / 'pre'}", "model.depth=1")
+    assert not (tmp_path / "tune").exists()
+
+
+def test_classes_that_differ_between_splits_are_refused(tiny, tmp_path):
+    for name in (
+        "train/a/1.png",
+        "train/a/2.png",
+        "train/b/1.png",
+        "train/b/2.png",
+        "validation/a/1.png",
+        "validation/c/1.png",
+    ):
+        (tmp_path / "set" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "set" / name)
+    with pytest.raises(UserError, match=r"only in the first: \['b'\], only in the second: \['c'\]"):
+        finetune(tiny(), tmp_path / "tune", f"data.source=folder:{tmp_path / 'set'}")
+
+
+def test_two_classes_have_no_top_5(tiny, tmp_path):
+    for split in ("train", "validation"):
+        for label in ("a", "b"):
+            for number in range(3):
+                path = tmp_path / "set" / split / label / f"{number}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (40, 40), (250, 0, 0) if label == "a" else (0, 0, 250)).save(path)
+    found = finetune(
+        tiny(), tmp_path / "tune", f"data.source=folder:{tmp_path / 'set'}", "optim.learning_rate=0.1", "optim.steps=20"
+    )
+    assert {record["metric"]: record["value"] for record in found if record["metric"] != "loss"} == {"accuracy": 1.0}
+
+
+# ---- what a recipe costs
+
+
+def test_dry_run_of_the_papers_recipe():
+    text = wiring.dry_run(config.load_run("mpp_b16")[0])
+    # 12 blocks of (4 D^2 + 2 D M) + 2 N D a token, the patch embedding, and the head on 98 patches; times two.
+    tokens, width, mlp = 197, 768, 3072
+    blocks = 12 * tokens * (4 * width**2 + 2 * width * mlp + 2 * tokens * width)
+    flops = 2 * (blocks + 196 * width * 768 + 98 * width * 512)
+    assert f"{flops / 1e9:.2f} GFLOPs an image" in text
+    assert "85,798,656 of them the encoder" in text
+    assert f"{85_798_656 + 768 + 768 * 512 + 512:,} in all" in text
+    assert "1,000,000 of 4,096 images" in text and "4,096,000,000" in text
+    assert "learning_rate: 0.0002" in text
+
+
+def test_dry_run_refuses_what_a_run_would(tiny):
+    with pytest.raises(UserError, match="not a multiple of the patch size"):
+        wiring.dry_run(config.load_run(tiny(), ["data.image_size=36"])[0])
+
+
+# ---- the newest pre-training
+
+
+def test_the_newest_finished_pretraining_is_found(tiny, tmp_path):
+    with pytest.raises(UserError, match="no finished pre-training below"):
+        run_folder.newest_pretraining(tmp_path / "runs", [])
+    for name, when in [("old", "2020"), ("new", "2030")]:
+        pretrain(tiny(finetune="finetune_demo"), tmp_path / "runs" / name)
+        file = tmp_path / "runs" / name / "summary.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "finished": when}))
+    finetune(tiny(), tmp_path / "runs" / "tuned", "optim.learning_rate=0.01")
+    assert run_folder.newest_pretraining(tmp_path / "runs", []) == (tmp_path / "runs" / "new", "finetune_demo")
+    assert run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'runs' / 'old'}"]) == (None, "finetune_demo")
+    pretrain(tiny(), tmp_path / "unnamed")
+    with pytest.raises(UserError, match="names no fine-tuning recipe"):
+        run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'unnamed'}"])
