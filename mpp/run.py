@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpp import config, data, job, pictures, run_folder, sources, wiring
+from mpp import config, data, pictures, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
-from mpp.job import Job
+from mpp.job import Job, measure_rows, run_loop
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
 from mpp.train import Diverged
@@ -47,14 +47,14 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     encoder, mean, std = wiring.initial_encoder(recipe, classes, console)
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     model = objective.build(encoder)
-    one = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes)
+    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite)
-    figures = job.run_loop(one, "pre-training")
+    figures = run_loop(job, "pre-training")
     if accelerator.is_main_process:
         pictures.draw_curves(output / "figures" / "curves.png", run_folder.read_records(output))
         if held_out and isinstance(objective, MaskedPatchPrediction):
-            _draw_mosaic(one, output / "figures" / "mosaic.png")
-    return _summarize(one, "pretrain", figures)
+            _draw_mosaic(job, output / "figures" / "mosaic.png")
+    return _summarize(job, "pretrain", figures)
 
 
 def finetune(
@@ -93,10 +93,10 @@ def finetune(
         raise UserError("data.holdout=0 leaves nothing to choose the learning rate on; raise it, or give one rate")
 
     def resolved(rate: float, folder: Path, rows: np.ndarray, held_out: wiring.HeldOut | None, loud: bool) -> Job:
-        one = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
-        encoder, mean, std = wiring.initial_encoder(one, classes, Console(quiet=not loud))
-        objective = wiring.build_objective(one, encoder, classes, mean, std)
-        return Job(one, accelerator, console, folder, objective, encoder, source, rows, held_out, classes)
+        with_rate = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
+        encoder, mean, std = wiring.initial_encoder(with_rate, classes, Console(quiet=not loud))
+        objective = wiring.build_objective(with_rate, encoder, classes, mean, std)
+        return Job(with_rate, accelerator, console, folder, objective, encoder, source, rows, held_out, classes)
 
     every_row = np.union1d(fit_rows, choice_rows)
     final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
@@ -114,8 +114,8 @@ def finetune(
             raise Diverged(f"{output}: every learning rate of {list(rates)} diverged; give smaller ones")
         best = max(able, key=lambda rate: (tried[f"{rate:g}"]["accuracy"], -tried[f"{rate:g}"]["loss"]))
         final = resolved(best, output, every_row, None, loud=False)
-    job.run_loop(final, "fine-tuning")
-    figures = job.measure_rows(final, (test, np.arange(len(test))))
+    run_loop(final, "fine-tuning")
+    figures = measure_rows(final, (test, np.arange(len(test))))
     chosen = final.recipe.optim.learning_rate
     console.say(f"  {arm or recipe.init}: test accuracy {figures['accuracy']:.4f} with learning rate {chosen:g}")
     results = [
@@ -141,38 +141,38 @@ def finetune(
     return results
 
 
-def _summarize(one: Job, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
+def _summarize(job: Job, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
     return run_folder.write_summary(
-        one.folder,
-        one.recipe,
-        one.accelerator,
+        job.folder,
+        job.recipe,
+        job.accelerator,
         kind=kind,
         figures=figures,
-        train_images=len(one.rows),
-        data_fingerprint=one.source.fingerprint,
+        train_images=len(job.rows),
+        data_fingerprint=job.source.fingerprint,
     )
 
 
-def _try_rate(one: Job) -> dict[str, Any]:
+def _try_rate(job: Job) -> dict[str, Any]:
     """Held-out loss and accuracy of one learning rate; kept, so that it is not tried again."""
-    done = one.folder / "summary.json"
+    done = job.folder / "summary.json"
     if done.is_file():
-        one.console.skip(wiring.planned_images(one.recipe))
+        job.console.skip(wiring.planned_images(job.recipe))
         return json.loads(done.read_text())
-    assert one.held_out is not None
-    if one.accelerator.is_main_process:
-        one.folder.mkdir(parents=True, exist_ok=True)
-    one.accelerator.wait_for_everyone()
+    assert job.held_out is not None
+    if job.accelerator.is_main_process:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    job.accelerator.wait_for_everyone()
     try:
-        job.run_loop(
-            dataclasses.replace(one, held_out=None), f"learning rate {one.recipe.optim.learning_rate:g}", lines=False
+        run_loop(
+            dataclasses.replace(job, held_out=None), f"learning rate {job.recipe.optim.learning_rate:g}", lines=False
         )
-        numbers = {**job.measure_rows(one, one.held_out), "diverged": False}
+        numbers = {**measure_rows(job, job.held_out), "diverged": False}
     except Diverged:
         numbers = {"diverged": True}
-    one.accelerator.free_memory()
-    if one.accelerator.is_main_process:
-        shutil.rmtree(one.folder / "checkpoints", ignore_errors=True)
+    job.accelerator.free_memory()
+    if job.accelerator.is_main_process:
+        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
         done.write_text(json.dumps(numbers, indent=1))
     return numbers
 
@@ -192,21 +192,21 @@ def _report(recipe: RunConfig, results: list[dict[str, Any]], tried: Mapping[str
 
 
 @torch.no_grad()
-def _draw_mosaic(one: Job, path: Path) -> None:
+def _draw_mosaic(job: Job, path: Path) -> None:
     """The first held-out images, evenly over the split: seen, predicted and true colours."""
-    objective, recipe = one.objective, one.recipe
-    assert isinstance(objective, MaskedPatchPrediction) and one.held_out is not None
-    source, rows = one.held_out
+    objective, recipe = job.objective, job.recipe
+    assert isinstance(objective, MaskedPatchPrediction) and job.held_out is not None
+    source, rows = job.held_out
     chosen = rows[np.linspace(0, len(rows) - 1, min(_MOSAIC_IMAGES, len(rows))).round().astype(int)]
     images = np.stack([data.whole_image(source.image(int(row)), recipe.data.image_size) for row in chosen])
     plans = [objective.per_held_out_sample(0, int(row)) for row in chosen]
-    device = next(one.model.parameters()).device
+    device = next(job.model.parameters()).device
     batch = {key: torch.from_numpy(np.stack([plan[key] for plan in plans])).to(device) for key in plans[0]}
     batch["images"] = torch.from_numpy(images).to(device)
-    one.model.eval()
+    job.model.eval()
     kind = TARGETS[recipe.objective.target]
     truth = kind.of_patches(batch["images"], objective.patch_size)
-    guess = kind.decide(objective.predict(one.model, batch))
+    guess = kind.decide(objective.predict(job.model, batch))
     index = batch["positions"].reshape(*batch["positions"].shape, *[1] * (guess.dim() - 2)).expand_as(guess)
     mixed = truth.scatter(1, index, guess)
     pictures.draw_mosaic(

@@ -331,13 +331,13 @@ def test_supervised_needs_classes(tiny, tmp_path):
 
 def test_finetuning_chooses_on_held_out_rows_and_reads_the_test_split_once(tiny, tmp_path, monkeypatch):
     pretrain(tiny(), tmp_path / "mpp")
-    measured, measure_rows = [], job.measure_rows
+    measured, measure_rows = [], run.measure_rows
 
     def noted(one, held_out):
         measured.append((one.folder.name, len(held_out[1])))
         return measure_rows(one, held_out)
 
-    monkeypatch.setattr(job, "measure_rows", noted)
+    monkeypatch.setattr(run, "measure_rows", noted)
     rates = "optim.learning_rate=[0.001, 0.3, 0.01]"
     found = finetune(
         tiny(), tmp_path / "tune", rates, f"init={tmp_path / 'mpp'}", "data.image_size=48", "optim.steps=30", arm="mpp"
