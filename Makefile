@@ -16,8 +16,8 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-demo: install  ## pre-train, fine-tune the three arms, print the table, leave runs/demo/report.md
-	$(BIN)/python eval/compare.py --recipe compare_demo --output runs/demo
+demo: install  ## pre-train, fine-tune the three arms, print the table, leave runs/demo (ARGS=--overwrite starts again)
+	$(BIN)/python eval/compare.py --recipe compare_demo --output runs/demo $(ARGS)
 
 test: install  ## run the whole test suite
 	$(BIN)/python -m pytest

@@ -5,6 +5,7 @@ python eval/compare.py --recipe compare_demo --output runs/demo
 
 import dataclasses
 import json
+import os
 import shutil
 import sys
 import time
@@ -18,8 +19,10 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import numpy as np
 
-from mpp import command_line, config, console, data, pictures, probe, run, sources, wiring
+from mpp import checkpoint, command_line, config, console, pictures, probe, run, sources, wiring
 from mpp.errors import UserError
+from mpp.files import read_json, write_text
+from mpp.model import encoder_of, load_encoder
 
 Record = dict[str, Any]
 _BASELINES = {"random_encoder": "random encoder, frozen", "raw_pixels": "raw pixels", "chance": "chance"}
@@ -65,10 +68,16 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
             print(wiring.dry_run(recipe), end="\n\n")
         print(f"in all             {sum(map(wiring.planned_images, [*recipes, *tunings.values()])):,} images")
         return
-    _open_folder(output, plan, flags.overwrite)
+    _require_own_folder(output, plan, flags.overwrite)
+    for arm in arms:
+        _rehearse(arm, [tunings[arm.name, seed] for seed in plan.seeds])
 
     began = time.monotonic()
     screen = console.Console(sum(map(wiring.planned_images, [*recipes, *tunings.values()])))
+    processes = wiring.start_processes(next(iter(tunings.values())), console.Console(quiet=True))
+    if processes.is_main_process:  # the others have looked into the folder before they got here
+        (output / "figures").mkdir(parents=True, exist_ok=True)
+        config.save(plan, output / "config.yaml")
     parts, part = len(recipes) + len(tunings), 0
     for arm in arms:
         if arm.pretraining is not None:
@@ -80,26 +89,26 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
         for arm in arms:
             part += 1
             screen.say(f"[{part}/{parts}] fine-tuning {arm.name}, seed {seed}")
-            folder = output / "finetune" / _slug(arm.name) / f"seed_{seed}"
+            folder = _tuning_folder(output, arm, seed)
             records += run.finetune(tunings[arm.name, seed], folder, screen, overwrite=flags.overwrite, arm=arm.name)
     screen.close()
-    if not screen.speaks:
+    if not processes.is_main_process:
         return
     screen.say("measuring the baselines")
     for seed in plan.seeds:
         records += _frozen(arms, plan.baselines, {arm.name: tunings[arm.name, seed] for arm in arms}, seed)
-    (output / "results.json").write_text(json.dumps(records, indent=1))
+    write_text(output / "results.json", json.dumps(records, indent=1))
     _draw(output, arms, plan, records)
     table = _table(arms, plan, records)
-    seconds = sum(json.loads(file.read_text()).get("seconds", 0.0) for file in output.glob("**/summary.json"))
-    (output / "report.md").write_text(_report(output, arms, plan, records, table, seconds))
+    write_text(output / "report.md", _report(output, arms, plan, records, table))
     screen.say("\n" + table + "\n")
     for arm in arms:
         for sentence in _pretraining_facts(arm):
             screen.say(sentence)
-    screen.say(
-        f"\nreport: {output / 'report.md'}, pictures: {output / 'figures'} ({(time.monotonic() - began) / 60:.1f} min)"
-    )
+    for sentence in _differences(arms, records):
+        screen.say(sentence.replace("**", ""))
+    minutes = (time.monotonic() - began) / 60
+    screen.say(f"\nreport: {output / 'report.md'}, pictures: {output / 'figures'} ({minutes:.1f} min)")
 
 
 def _arm(name: str, value: str, output: Path) -> Arm:
@@ -112,14 +121,49 @@ def _slug(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def _open_folder(output: Path, plan: config.CompareConfig, overwrite: bool) -> None:
+def _tuning_folder(output: Path, arm: Arm, seed: int) -> Path:
+    return output / "finetune" / _slug(arm.name) / f"seed_{seed}"
+
+
+def _require_own_folder(output: Path, plan: config.CompareConfig, overwrite: bool) -> None:
+    """Raises UserError where the folder holds anything but this comparison."""
+    if not output.exists() or not any(output.iterdir()):
+        return
     before = output / "config.yaml"
-    if before.is_file() and not overwrite and before.read_text() != config.to_yaml(plan):
-        raise UserError(f"--output {output} holds another comparison or run; name another folder, or give --overwrite")
-    if output.exists() and not before.is_file() and any(output.iterdir()):
+    if not before.is_file():
         raise UserError(f"--output {output} holds files but no comparison; name another folder")
-    (output / "figures").mkdir(parents=True, exist_ok=True)
-    config.save(plan, before)
+    try:
+        same = config.load_compare(str(before)) == plan
+    except UserError as error:
+        raise UserError(f"--output {output} holds no comparison ({error}); name another folder") from None
+    if not same and not overwrite:
+        raise UserError(f"--output {output} holds another comparison; name another folder, or give --overwrite")
+
+
+def _rehearse(arm: Arm, tunings: Sequence[config.RunConfig]) -> None:
+    """Raises UserError for what would else stop this arm after hours of training; writes nothing."""
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    silent = console.Console(quiet=True)
+    first = tunings[0]
+    weights, where = None, f"{arm.name}: {arm.init}"
+    if arm.pretraining is not None:
+        wiring.require_one_rate(arm.pretraining)
+        wiring.micro_batches(arm.pretraining, processes)
+        source = wiring.open_training(arm.pretraining, silent)
+        classes = wiring.classes_of(source, arm.pretraining) if arm.pretraining.objective.name == "supervised" else None
+        wiring.open_held_out(arm.pretraining, source, silent)
+        weights = encoder_of(wiring.rehearse(arm.pretraining, classes)[0]).state_dict()
+    elif arm.init != "scratch":
+        weights = checkpoint.find_weights(arm.init).tensors
+    wiring.require_supervised(first)
+    wiring.micro_batches(first, processes)
+    source = wiring.open_training(first, silent)
+    wiring.open_test(first, source, silent)
+    for tuning in tunings:
+        wiring.labelled_rows(tuning, source)
+    encoder = encoder_of(wiring.rehearse(first, wiring.classes_of(source, first))[0])
+    if weights is not None:
+        load_encoder(encoder, weights, where)
 
 
 def _frozen(
@@ -127,17 +171,19 @@ def _frozen(
 ) -> list[Record]:
     """Linear classifiers on frozen features and raw pixels, on the labelled images that the seed draws."""
     recipe = next(iter(tunings.values()))
-    source = sources.open_source(recipe.data.source, recipe.data.train_split)
+    train = sources.open_source(recipe.data.source, recipe.data.train_split)
     test = sources.open_source(recipe.data.source, recipe.data.eval_split)
-    assert source.labels is not None and test.labels is not None and source.classes is not None
-    rows = [*data.labelled_rows(source, seed, recipe.data.per_class, recipe.data.holdout), np.arange(len(test))]
-    origins = [source, source, test]
+    fit_rows, choice_rows = wiring.labelled_rows(recipe, train)
+    parts = [(train, fit_rows), (train, choice_rows), (test, np.arange(len(test)))]
+    labels = [np.asarray(source.labels)[rows] for source, rows in parts]
     size = recipe.data.image_size
-    images = [probe.pixels(one, some, size) for one, some in zip(origins, rows, strict=True)]
-    labels = [np.asarray(one.labels)[some] for one, some in zip(origins, rows, strict=True)]
 
     def accuracy(features: list[np.ndarray]) -> float:
         return probe.linear_accuracy(*zip(features, labels, strict=True))
+
+    def of_encoder(tuning: config.RunConfig) -> float:
+        encoder, mean, std = wiring.frozen_encoder(tuning)
+        return accuracy([probe.patch_means(encoder, source, rows, size, mean, std) for source, rows in parts])
 
     def record(arm: str, metric: str, value: float, init: str) -> Record:
         return {
@@ -151,17 +197,13 @@ def _frozen(
             "recipe_hash": config.recipe_hash(recipe),
         }
 
-    found = []
-    for arm in arms:
-        encoder, mean, std = wiring.frozen_encoder(tunings[arm.name])
-        value = accuracy([probe.patch_means(encoder, some, mean, std) for some in images])
-        found.append(record(arm.name, "linear_probe_accuracy", value, arm.init))
+    found = [record(arm.name, "linear_probe_accuracy", of_encoder(tunings[arm.name]), arm.init) for arm in arms]
     if "random_encoder" in baselines:
-        encoder, mean, std = wiring.frozen_encoder(dataclasses.replace(recipe, init="scratch"))
-        value = accuracy([probe.patch_means(encoder, some, mean, std) for some in images])
+        value = of_encoder(dataclasses.replace(recipe, init="scratch"))
         found.append(record("random_encoder", "linear_probe_accuracy", value, "scratch"))
     if "raw_pixels" in baselines:
-        value = accuracy([some.reshape(len(some), -1).astype(np.float32) for some in images])
+        flat = [probe.pixels(source, rows, size).reshape(len(rows), -1) for source, rows in parts]
+        value = accuracy([some.astype(np.float32) for some in flat])
         found.append(record("raw_pixels", "linear_probe_accuracy", value, "none"))
     if "chance" in baselines:
         most = np.bincount(labels[2]).max() / len(labels[2])
@@ -234,7 +276,7 @@ def _differences(arms: Sequence[Arm], records: Sequence[Record]) -> list[str]:
 def _pretraining_facts(arm: Arm) -> list[str]:
     if arm.pretraining is None or arm.pretraining.objective.name != "mpp":
         return []
-    found = json.loads((Path(arm.init) / "summary.json").read_text())["figures"]
+    found = read_json(Path(arm.init) / "summary.json")["figures"]
     if "held_out_loss" not in found:
         return []
     facts = [f"{arm.name}: held-out loss {found['held_out_loss']:.2f} nats"]
@@ -269,9 +311,11 @@ def _report(
     plan: config.CompareConfig,
     records: Sequence[Record],
     table: str,
-    seconds: float,
 ) -> str:
     tuning = config.load_run(plan.finetune)[0]
+    folders = [Path(arm.init) for arm in arms if arm.pretraining is not None]
+    folders += [_tuning_folder(output, arm, seed) for arm in arms for seed in plan.seeds]
+    seconds = sum(read_json(folder / "summary.json")["seconds"] for folder in folders)
     measured = [record for record in records if record["metric"] == "accuracy"]
     rates = {arm.name: [record["learning_rate"] for record in measured if record["arm"] == arm.name] for arm in arms}
     tried = tuning.optim.learning_rate

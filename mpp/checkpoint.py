@@ -22,6 +22,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from mpp.errors import UserError
+from mpp.files import read_json
 
 _PREFIX = "step_"
 
@@ -32,6 +33,7 @@ def write(
     *,
     encoder: nn.Module,
     objective: Mapping[str, Tensor],
+    objective_note: Mapping[str, str],
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
     meta: Mapping[str, Any],
@@ -42,6 +44,7 @@ def write(
 
     Args:
         objective: weights that are not the encoder's; no file where there are none.
+        objective_note: what these weights mean, for the file's metadata.
         names: of every parameter that the optimiser holds.
         meta: plain values for `state/meta.json`.
         classes: names of the outputs of the encoder's head, if it has one.
@@ -55,7 +58,8 @@ def write(
         encoder, str(draft), safe_serialization=True, model_config={"label_names": classes} if classes else None
     )
     if objective:
-        save_file({name: value.contiguous() for name, value in objective.items()}, draft / "objective.safetensors")
+        own = {name: value.contiguous() for name, value in objective.items()}
+        save_file(own, draft / "objective.safetensors", metadata=dict(objective_note))
     save_file(_optimizer_tensors(optimizer, names), draft / "state" / "optimizer.safetensors")
     (draft / "state" / "meta.json").write_text(json.dumps({"step": step, **meta}, indent=1))
     for path in [*draft.rglob("*"), draft]:
@@ -116,7 +120,7 @@ def restore(
     own = objective_weights(model, encoder)
     saved = read_weights(checkpoint / "objective.safetensors") if own else {}
     tensors = read_weights(checkpoint / "state" / "optimizer.safetensors")
-    meta = json.loads((checkpoint / "state" / "meta.json").read_text())
+    meta = read_json(checkpoint / "state" / "meta.json")
     try:
         encoder.load_state_dict(weights)
         missing, unexpected = model.load_state_dict(saved, strict=False)
@@ -167,20 +171,24 @@ def find_weights(ref: str) -> Weights:
     """The encoder's weights of a run folder, a checkpoint folder or a .safetensors file.
 
     Raises:
-        UserError: nothing there, or no complete checkpoint in it.
+        UserError: nothing there, or no complete checkpoint in it, or a damaged file.
     """
-    path = Path(ref).expanduser()
-    if path.suffix == ".safetensors":
-        file = path
-    elif (path / "model.safetensors").is_file():
-        file = path / "model.safetensors"
-    elif found := complete(path / "checkpoints"):
-        file = found[-1][1] / "model.safetensors"
-    elif path.is_dir():
-        raise UserError(f"init={ref}: neither a checkpoint nor a run with a complete checkpoint in it")
-    else:
-        raise UserError(
-            f"init={ref}: not found. It can be a run folder, a checkpoint folder, a .safetensors file, or scratch"
-        )
+    file = weights_file(ref)
     config = file.parent / "config.json"
-    return Weights(read_weights(file), file, json.loads(config.read_text()) if config.is_file() else {})
+    return Weights(read_weights(file), file, read_json(config) if config.is_file() else {})
+
+
+def weights_file(ref: str) -> Path:
+    """The file with the encoder's weights under a REF; raises as `find_weights`."""
+    path = Path(ref).expanduser()
+    if path.suffix == ".safetensors" and path.is_file():
+        return path
+    if (path / "model.safetensors").is_file():
+        return path / "model.safetensors"
+    found = complete(path / "checkpoints")
+    if found:
+        return found[-1][1] / "model.safetensors"
+    if path.is_dir():
+        raise UserError(f"init={ref}: neither a checkpoint nor a run with a complete checkpoint in it")
+    what = "is no file that can be read here" if path.is_file() else "not found"
+    raise UserError(f"init={ref}: {what}. It can be a run folder, a checkpoint folder, a .safetensors file, or scratch")

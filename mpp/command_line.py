@@ -71,5 +71,5 @@ def exit_with(action: Callable[[], None]) -> NoReturn:
 
 
 def _tell(text: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once on every machine
         print(text, file=sys.stderr)

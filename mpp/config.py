@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from mpp.errors import UserError
+from mpp.files import write_text
 
 MAY_DIFFER = ("runtime", "finetune")  # keys that do not change the results of a run
 
@@ -227,6 +228,8 @@ def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
     config, _ = _load(CompareConfig, recipe, overrides)
     if not config.arms or not config.seeds:
         raise UserError(f"{recipe}: a comparison needs at least one arm and one seed")
+    if len(set(config.seeds)) < len(config.seeds):
+        raise UserError(f"{recipe}: seeds={list(config.seeds)} names one twice, which would count it twice")
     return config
 
 
@@ -237,6 +240,10 @@ def check_run(config: RunConfig) -> None:
     smallest, largest = data.crop_area
     for holds, message in [
         (0 <= config.seed < 2**32, f"seed={config.seed} must lie in 0 .. 2**32 - 1"),
+        (
+            data.train_split != data.eval_split,
+            f"data.eval_split={data.eval_split} is the training split; held-out images must be others",
+        ),
         (data.image_size > 0, f"data.image_size={data.image_size} must be positive"),
         (0 < smallest <= largest <= 1, f"data.crop_area={list(data.crop_area)} must rise within (0, 1]"),
         (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
@@ -262,6 +269,11 @@ def check_run(config: RunConfig) -> None:
             0 <= optim.warmup_steps < optim.steps,
             f"optim.warmup_steps={optim.warmup_steps} must be smaller than optim.steps={optim.steps}",
         ),
+        (optim.end_learning_rate >= 0, f"optim.end_learning_rate={optim.end_learning_rate} must not be negative"),
+        *[
+            (0 <= value < 1, f"optim.{name}={value} must lie in [0, 1)")
+            for name, value in [("beta1", optim.beta1), ("beta2", optim.beta2), ("momentum", optim.momentum)]
+        ],
         (optim.weight_decay >= 0, f"optim.weight_decay={optim.weight_decay} must not be negative"),
         (optim.clip_norm >= 0, f"optim.clip_norm={optim.clip_norm} must not be negative; 0 turns clipping off"),
         (runtime.micro_batch > 0, f"runtime.micro_batch={runtime.micro_batch} must be positive"),
@@ -284,7 +296,7 @@ def check_run(config: RunConfig) -> None:
 
 def save(config: RunConfig | CompareConfig, path: Path) -> None:
     """Writes the resolved recipe, which `load_run` reads back to an equal one."""
-    path.write_text(to_yaml(config))
+    write_text(path, to_yaml(config))
 
 
 def to_yaml(config: RunConfig | CompareConfig) -> str:
@@ -326,6 +338,8 @@ def _load(kind: type[T], recipe: str, overrides: Sequence[str]) -> tuple[T, list
         raise UserError(f"{name} holds no recipe: expected lines such as `seed: 0`")
     for override in overrides:
         _override(tree, override)
+    if kind is RunConfig and "arms" in tree:
+        raise UserError(f"{name} is a comparison, not a run: eval/compare.py takes it")
     defaults: list[str] = []
     config = _build(kind, tree, "", name, sorted(_paths(kind)), defaults)
     return config, defaults
@@ -336,7 +350,10 @@ def _find(recipe: str) -> tuple[str, str]:
     if path.suffix in (".yaml", ".yml"):
         if not path.is_file():
             raise UserError(f"--recipe {recipe}: no such file; recipes by name: {', '.join(recipe_names())}")
-        return path.read_text(), recipe
+        try:
+            return path.read_text(encoding="utf-8"), recipe
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{recipe} can't be read: {error}") from None
     if recipe not in recipe_names():
         nearest = difflib.get_close_matches(recipe, recipe_names(), 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
@@ -347,16 +364,14 @@ def _find(recipe: str) -> tuple[str, str]:
 
 
 def _parse(text: str, name: str) -> Any:
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         return _read_node(loader, node, name) if node else None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{name}{line}: not YAML: {getattr(error, 'problem', error)}") from None
-    finally:
-        loader.dispose()
 
 
 def _read_node(loader: _Loader, node: yaml.Node, name: str) -> Any:
@@ -418,7 +433,7 @@ def _build(kind: Any, tree: dict[str, Any], prefix: str, name: str, known: list[
                 raise UserError(f"{value.place}: {path} is a section, not a value")
             values[spec.name] = _build(hint, value, f"{path}.", name, known, defaults)
         elif isinstance(value, dict):
-            leaves = {key: leaf.value for key, leaf in value.items() if isinstance(leaf, _Leaf)}
+            leaves = {key: leaf.value if isinstance(leaf, _Leaf) else leaf for key, leaf in value.items()}
             values[spec.name] = _convert(leaves, hint, path, name)
         else:
             values[spec.name] = _convert(value.value, hint, path, value.place)

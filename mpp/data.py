@@ -4,6 +4,7 @@ Everything random about a sample is a function of (seed, epoch, index), so neith
 processes nor a resume can change what a step reads.
 """
 
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,16 @@ class _ReadOrder:
         return self.batches()
 
 
+def _first() -> Iterator[list[int]]:
+    yield [0]
+
+
+def _outlive_signals(_: int) -> None:
+    """A worker leaves when its process does; a signal to all of them is that process's to answer."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def load(
     samples: Dataset, batches: Callable[[], Iterator[list[int]]], workers: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
@@ -221,6 +232,7 @@ def load(
         batch_sampler=_ReadOrder(batches),
         num_workers=workers,
         collate_fn=_collate,
+        worker_init_fn=_outlive_signals,
         generator=torch.Generator(),  # the loader would else draw from the one that dropout uses
         pin_memory=device.type == "cuda",
     )
@@ -254,7 +266,12 @@ def training_batches(
 def held_out_batches(
     samples: HeldOutSamples, *, micro_batch: int, processes: int, process: int, workers: int, device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """Every sample once over all processes; the last batch of a process may be short, or missing."""
+    """Every sample once over all processes; the last batch of a process may be short.
+
+    A process that is left without samples gets one empty batch, so that it has counts to reduce.
+    """
+    if process >= len(samples):
+        return ({key: value[:0] for key, value in batch.items()} for batch in load(samples, _first, 0, device))
 
     def places() -> Iterator[list[int]]:
         mine = range(process, len(samples), processes)

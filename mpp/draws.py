@@ -16,7 +16,6 @@ PURPOSES = {
     "corruption": 2,
     "held-out corruption": 3,
     "subset": 4,
-    "split": 5,
     "step": 6,
     "demo": 7,
     "synthetic": 8,

@@ -1,12 +1,14 @@
 """One call of the loop: a resolved job, its state on disk, its log, and signals to stop."""
 
 import json
+import math
 import signal
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from mpp import checkpoint, config, data, run_folder, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
+from mpp.files import write_text
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
 from mpp.objectives import Objective
@@ -37,10 +40,11 @@ class Job:
 
     Attributes:
         objective: with the pixel statistics of the model.
-        model: what is trained, on its device but not wrapped.
+        model: what is trained; the loop moves it to its device.
         rows: rows of `source` to train on.
         held_out: (source, rows) measured during and after training; None for none.
         classes: names of the outputs of the encoder's head, if it has one.
+        inputs: fingerprints of what the run reads.
     """
 
     recipe: RunConfig
@@ -53,6 +57,7 @@ class Job:
     rows: np.ndarray
     held_out: HeldOut | None
     classes: list[str] | None
+    inputs: dict[str, str]
 
 
 def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
@@ -83,6 +88,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     if saved:
         first_step, newest = saved[-1]
         meta = checkpoint.restore(newest, encoder=encoder, model=model, optimizer=optimizer)
+        run_folder.require_same_inputs(folder, meta["inputs"], job.inputs)
         seconds_before = meta["seconds"]
         if accelerator.is_main_process:  # the counts are of all processes; one of them carries them on
             exact = exact_type(accelerator.device)
@@ -97,7 +103,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             job.console.say(f"{folder}: continues from step {first_step}")
     kept = [record for record in run_folder.read_records(folder) if record["step"] <= first_step]
     if accelerator.is_main_process:
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
     last = kept[-1] if kept else {}
     if first_step == optim.steps:
         return last
@@ -130,7 +136,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         seconds = seconds_before + time.monotonic() - began
         last = {
             "step": step,
-            **numbers,
+            **{name: value for name, value in numbers.items() if math.isfinite(value)},
             "images": step * optim.batch_size,
             "epoch": step * optim.batch_size / len(job.rows),
             "seconds": seconds,
@@ -153,12 +159,14 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
                 step,
                 encoder=encoder,
                 objective=checkpoint.objective_weights(model, encoder),
+                objective_note=job.objective.note,
                 optimizer=optimizer,
                 names=names,
                 meta={
                     "tally": {name: value.tolist() for name, value in totals.items()},
                     "seconds": seconds_before + time.monotonic() - began,
                     "recipe_hash": config.recipe_hash(recipe),
+                    "inputs": job.inputs,
                 },
                 classes=job.classes,
                 keep=runtime.keep,
@@ -167,13 +175,13 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
 
     with _stop_signals() as received:
 
-        def stop_wanted(step: int) -> bool:
-            # Processes must agree; asking on every step would make the host wait for the device.
+        def stop_wanted() -> bool:
             if processes == 1:
                 return bool(received)
-            if step % runtime.log_every:
-                return False
-            return bool(accelerator.reduce(torch.tensor(len(received), device=accelerator.device), "sum"))
+            # Processes must agree. They do so on the CPU: the host does not wait for the device.
+            count = torch.tensor(len(received))
+            torch.distributed.all_reduce(count, group=_cpu_group())
+            return bool(count)
 
         complete = train(
             accelerator=accelerator,
@@ -227,6 +235,11 @@ def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
         device=accelerator.device,
     )
     return measure(accelerator, job.model, job.objective, batches)
+
+
+@lru_cache(maxsize=1)
+def _cpu_group() -> Any:
+    return torch.distributed.new_group(backend="gloo")
 
 
 @contextmanager

@@ -18,10 +18,10 @@ def exact_type(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def mean(pair: Tensor) -> float:
-    """Mean from a [2] tensor of sum and count; NaN where nothing was counted."""
-    total, count = pair.tolist()
-    return total / count if count else float("nan")
+def means(pairs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Means from [2] tensors of sum and count, without the names under which nothing was counted."""
+    found = {name: pair.tolist() for name, pair in pairs.items()}
+    return {name: total / count for name, (total, count) in found.items() if count}
 
 
 def entropy(histogram: Tensor) -> float:
@@ -55,7 +55,10 @@ class Tally:
             self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def total(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Sums over all processes, on the CPU, by one reduction of one flat vector."""
+        """Sums over all processes, on the CPU, by one reduction of one flat vector.
+
+        All processes must have added counts of the same names, or none of them any.
+        """
         if not self.sums:
             return {}
         flat = reduce(torch.cat([value.flatten() for value in self.sums.values()])).cpu()

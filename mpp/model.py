@@ -9,6 +9,7 @@ import timm
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from timm.layers import PatchEmbed
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
@@ -44,8 +45,6 @@ def build_encoder(
     if not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models("vit_*"), 3, cutoff=0.3)
         raise UserError(f"model.name={name}: timm knows no such model; nearest are {', '.join(near)}")
-    if embed_dim and num_heads and embed_dim % num_heads:
-        raise UserError(f"model.embed_dim={embed_dim} is not a multiple of model.num_heads={num_heads}")
     try:
         encoder = timm.create_model(
             name,
@@ -70,11 +69,15 @@ def build_encoder(
             },
             **arguments,
         )
-    except TypeError as error:
-        raise UserError(f"model.name={name} does not take the keys of `model`: {error}") from None
-    if not isinstance(encoder, VisionTransformer) or encoder.global_pool != "token":
+    except (TypeError, AssertionError) as error:
+        raise UserError(f"model.name={name} does not go with the other keys of `model`: {error}") from None
+    if (
+        not isinstance(encoder, VisionTransformer)
+        or not isinstance(encoder.patch_embed, PatchEmbed)
+        or encoder.global_pool != "token"
+    ):
         raise UserError(
-            f"model.name={name} is not a Vision Transformer with a class token, which is what is built here"
+            f"model.name={name} is not a plain Vision Transformer with a class token, which is what is built here"
         )
     grid_size(image_size, patch_of(encoder))
     reset_head(encoder)

@@ -8,10 +8,11 @@ An objective has
     loss(model, batch)                scalar to minimise, and counts for a `Tally`
     measure(model, batch)             counts on held-out images
     summary(totals)                   the numbers that counts add up to
+    note                              what its own weights mean, for their file
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,6 +39,8 @@ class Objective(Protocol):
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]: ...
     def measure(self, model: nn.Module, batch: Batch) -> Counts: ...
     def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]: ...
+    @property
+    def note(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ class MaskedPatchPrediction:
     def build(self, encoder: VisionTransformer) -> MaskedPatchModel:
         return MaskedPatchModel(encoder, TARGETS[self.target].outputs(self.patch_size))
 
+    @property
+    def note(self) -> dict[str, str]:
+        colors = "class = 64 R + 8 G + B, each the top 3 bits of the mean"
+        outputs = colors if TARGETS[self.target].colors else "row, column, channel"
+        return {"target": self.target, "outputs": outputs, "corruption": str(self.corruption)}
+
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
         images = normalize(batch["images"], self.mean, self.std)
         return model(images, batch["positions"], batch["actions"], batch["donors"])
@@ -75,8 +84,7 @@ class MaskedPatchPrediction:
         if kind.colors:
             hits = kind.decide(prediction.detach()) == targets
             counts |= _by_action("accuracy", hits.float().mean(-1), batch["actions"])
-            exact = metrics.exact_type(targets.device)
-            counts["colors"] = torch.bincount(targets.flatten(), minlength=COLORS).to(exact)
+            counts["colors"] = _histogram(targets, COLORS)
         return cost.mean(), counts
 
     def measure(self, model: nn.Module, batch: Batch) -> Counts:
@@ -88,13 +96,20 @@ class MaskedPatchPrediction:
         return counts
 
     def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        result = {name: metrics.mean(pair) for name, pair in totals.items() if name != "colors"}
+        result = metrics.means({name: pair for name, pair in totals.items() if name != "colors"})
         if "colors" in totals:
             histogram = totals["colors"]
             result["target_entropy"] = metrics.entropy(histogram)
             result["target_classes"] = int((histogram > 0).sum())
             result["most_frequent_accuracy"] = float(histogram.max() / histogram.sum())
         return result
+
+
+def _histogram(bins: Tensor, size: int) -> Tensor:
+    """Counts of each bin; `bincount` would make the host wait for the device."""
+    flat = bins.flatten()
+    counts = torch.zeros(size, dtype=metrics.exact_type(bins.device), device=bins.device)
+    return counts.scatter_add(0, flat, torch.ones_like(flat, dtype=counts.dtype))
 
 
 def _by_action(name: str, values: Tensor, actions: Tensor) -> Counts:
@@ -119,6 +134,7 @@ class Supervised:
         return {}
 
     per_held_out_sample = per_sample
+    note: dict[str, str] = field(default_factory=dict)
 
     def build(self, encoder: VisionTransformer) -> nn.Module:
         return encoder
@@ -140,7 +156,7 @@ class Supervised:
         return self.loss(model, batch)[1]
 
     def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        return {name: metrics.mean(pair) for name, pair in totals.items()}
+        return metrics.means(totals)
 
 
 OBJECTIVES: dict[str, type[Any]] = {"mpp": MaskedPatchPrediction, "supervised": Supervised}

@@ -1,4 +1,4 @@
-"""Grid arithmetic: from an image to its patches and back, in raster order."""
+"""Grid arithmetic: from an image to its patches, in raster order."""
 
 from einops import rearrange
 from torch import Tensor
@@ -29,8 +29,3 @@ def grid_size(image_size: int, patch_size: int) -> tuple[int, int]:
 def cut(images: Tensor, patch_size: int) -> Tensor:
     """Patches of an image, [batch, height, width, channel] -> [batch, patch, row, column, channel]."""
     return rearrange(images, "b (h p) (w q) c -> b (h w) p q c", p=patch_size, q=patch_size)
-
-
-def join(patches: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Inverse of `cut`, [batch, patch, row, column, channel] -> [batch, height, width, channel]."""
-    return rearrange(patches, "b (h w) p q c -> b (h p) (w q) c", h=grid[0])

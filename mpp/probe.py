@@ -19,30 +19,32 @@ STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation, chosen on held-ou
 
 def pixels(source: Source, rows: np.ndarray, image_size: int) -> np.ndarray:
     """Raw pixels of some rows, uint8 [row, image_size, image_size, 3]."""
-    return np.stack([whole_image(source.image(int(row)), image_size) for row in rows])
+    images = np.empty((len(rows), image_size, image_size, 3), dtype=np.uint8)
+    for place, row in enumerate(rows):
+        images[place] = whole_image(source.image(int(row)), image_size)
+    return images
 
 
 @torch.no_grad()
 def patch_means(
     encoder: VisionTransformer,
-    images: np.ndarray,
+    source: Source,
+    rows: np.ndarray,
+    image_size: int,
     mean: Sequence[float],
     std: Sequence[float],
     micro_batch: int = 256,
 ) -> np.ndarray:
     """Mean of an image's patch tokens after the final norm, the features by which MPP is probed.
 
-    Args:
-        images: uint8 [row, height, width, channel].
-
     Returns:
         float32 [row, width].
     """
     encoder.eval()
     device = next(encoder.parameters()).device
-    found = []
-    for start in range(0, len(images), micro_batch):
-        batch = torch.from_numpy(images[start : start + micro_batch]).to(device)
+    found = [np.empty((0, encoder.embed_dim), dtype=np.float32)]
+    for start in range(0, len(rows), micro_batch):
+        batch = torch.from_numpy(pixels(source, rows[start : start + micro_batch], image_size)).to(device)
         tokens = encoder.forward_features(normalize(batch, mean, std))
         found.append(tokens[:, encoder.num_prefix_tokens :].mean(1).float().cpu().numpy())
     return np.concatenate(found)
@@ -53,7 +55,8 @@ def linear_accuracy(
 ) -> float:
     """Test accuracy of logistic regression on standardised features.
 
-    Its strength is chosen on `choice`; it is then fitted on `fit` and `choice` together.
+    Its strength is chosen on `choice`; it is then fitted on `fit` and `choice` together. Where `choice`
+    is empty, the strength is the middle one.
 
     Args:
         fit, choice, test: features [row, feature] and labels [row].
@@ -65,6 +68,8 @@ def linear_accuracy(
             warnings.simplefilter("ignore", ConvergenceWarning)
             return model.fit(features, labels)
 
-    best = max(STRENGTHS, key=lambda strength: fitted(strength, *fit).score(*choice))
+    best = STRENGTHS[len(STRENGTHS) // 2]
+    if len(choice[1]):
+        best = max(STRENGTHS, key=lambda strength: fitted(strength, *fit).score(*choice))
     together = (np.concatenate([fit[0], choice[0]]), np.concatenate([fit[1], choice[1]]))
     return float(fitted(best, *together).score(*test))

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import math
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from mpp import config, data, pictures, run_folder, sources, wiring
+from mpp import config, data, pictures, run_folder, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
-from mpp.errors import UserError
+from mpp.files import write_text
 from mpp.job import Job, measure_rows, run_loop
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
@@ -29,16 +31,17 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
         UserError: whatever the user can mend; before training, nothing is written then.
         Stopped: after a signal, with the state saved.
     """
-    if not isinstance(recipe.optim.learning_rate, float):
-        raise UserError("optim.learning_rate is a list, which is for fine-tuning to choose from; give one number")
-    finished = run_folder.finished_summary(output, recipe, overwrite)
-    if finished:
-        console.say(f"{output}: this run is finished; --overwrite starts it again")
-        console.skip(recipe.optim.steps * recipe.optim.batch_size)
-        return finished
+    wiring.require_one_rate(recipe)
+    finished = run_folder.look_into(output, recipe, "pretrain", overwrite)
     accelerator = wiring.start_processes(recipe, console)
     wiring.micro_batches(recipe, accelerator.num_processes)
-    source = sources.open_source(recipe.data.source, recipe.data.train_split)
+    source = wiring.open_training(recipe, console)
+    inputs = wiring.inputs_of(recipe, source)
+    if finished:
+        run_folder.require_same_inputs(output, finished["inputs"], inputs)
+        console.say(f"{output}: this run is finished; --overwrite starts it again")
+        console.skip(wiring.planned_images(recipe))
+        return finished
     held_out = wiring.open_held_out(recipe, source, console)
     rows = np.arange(len(source))
     if recipe.data.per_class is not None:
@@ -47,14 +50,14 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     encoder, mean, std = wiring.initial_encoder(recipe, classes, console)
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     model = objective.build(encoder)
-    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes)
+    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite)
     figures = run_loop(job, "pre-training")
     if accelerator.is_main_process:
         pictures.draw_curves(output / "figures" / "curves.png", run_folder.read_records(output))
         if held_out and isinstance(objective, MaskedPatchPrediction):
             _draw_mosaic(job, output / "figures" / "mosaic.png")
-    return _summarize(job, "pretrain", figures)
+    return _summarize(job, recipe, "pretrain", figures, figures["seconds"])
 
 
 def finetune(
@@ -71,38 +74,34 @@ def finetune(
 
     Raises: as `pretrain`.
     """
-    if recipe.objective.name != "supervised":
-        raise UserError(f"objective.name={recipe.objective.name}: fine-tuning needs supervised")
+    wiring.require_supervised(recipe)
     rates = recipe.optim.learning_rate
     rates = rates if isinstance(rates, tuple) else (rates,)
-    sweep = len(rates) > 1
-    if run_folder.finished_summary(output, recipe, overwrite):
+    finished = run_folder.look_into(output, recipe, "finetune", overwrite)
+    accelerator = wiring.start_processes(recipe, console)
+    wiring.micro_batches(recipe, accelerator.num_processes)
+    source = wiring.open_training(recipe, console)
+    inputs = wiring.inputs_of(recipe, source)
+    if finished:
+        run_folder.require_same_inputs(output, finished["inputs"], inputs)
         console.say(f"{output}: this fine-tuning is finished; --overwrite starts it again")
         console.skip(wiring.planned_images(recipe))
         return json.loads((output / "results.json").read_text())
-    accelerator = wiring.start_processes(recipe, console)
-    wiring.micro_batches(recipe, accelerator.num_processes)
-    source = sources.open_source(recipe.data.source, recipe.data.train_split)
-    test = sources.open_source(recipe.data.source, recipe.data.eval_split)
     classes = wiring.classes_of(source, recipe)
-    wiring.require_same_classes(source, test, recipe)
-    fit_rows, choice_rows = data.labelled_rows(
-        source, recipe.seed, recipe.data.per_class, recipe.data.holdout if sweep else 0.0
-    )
-    if sweep and not len(choice_rows):
-        raise UserError("data.holdout=0 leaves nothing to choose the learning rate on; raise it, or give one rate")
+    test = wiring.open_test(recipe, source, console)
+    fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
 
     def resolved(rate: float, folder: Path, rows: np.ndarray, held_out: wiring.HeldOut | None, loud: bool) -> Job:
         with_rate = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
         encoder, mean, std = wiring.initial_encoder(with_rate, classes, Console(quiet=not loud))
         objective = wiring.build_objective(with_rate, encoder, classes, mean, std)
-        return Job(with_rate, accelerator, console, folder, objective, encoder, source, rows, held_out, classes)
+        return Job(with_rate, accelerator, console, folder, objective, encoder, source, rows, held_out, classes, inputs)
 
     every_row = np.union1d(fit_rows, choice_rows)
     final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
     run_folder.open_folder(output, recipe, accelerator, console, overwrite)
     tried: dict[str, dict[str, Any]] = {}
-    if sweep:
+    if len(rates) > 1:
         for rate in rates:
             folder = output / "sweep" / f"learning_rate_{rate:g}"
             trial = resolved(rate, folder, fit_rows, (source, choice_rows), loud=False)
@@ -114,7 +113,8 @@ def finetune(
             raise Diverged(f"{output}: every learning rate of {list(rates)} diverged; give smaller ones")
         best = max(able, key=lambda rate: (tried[f"{rate:g}"]["accuracy"], -tried[f"{rate:g}"]["loss"]))
         final = resolved(best, output, every_row, None, loud=False)
-    run_loop(final, "fine-tuning")
+    last = run_loop(final, "fine-tuning")
+    seconds = last["seconds"] + sum(numbers["seconds"] for numbers in tried.values())
     figures = measure_rows(final, (test, np.arange(len(test))))
     chosen = final.recipe.optim.learning_rate
     console.say(f"  {arm or recipe.init}: test accuracy {figures['accuracy']:.4f} with learning rate {chosen:g}")
@@ -135,21 +135,22 @@ def finetune(
         for metric, value in figures.items()
     ]
     if accelerator.is_main_process:
-        (output / "results.json").write_text(json.dumps(results, indent=1))
-        (output / "report.md").write_text(_report(recipe, results, tried))
-    _summarize(final, "finetune", {f"test_{name}": value for name, value in figures.items()})
+        write_text(output / "results.json", json.dumps(results, indent=1))
+        write_text(output / "report.md", _report(recipe, results, tried))
+    _summarize(final, recipe, "finetune", {f"test_{name}": value for name, value in figures.items()}, seconds)
     return results
 
 
-def _summarize(job: Job, kind: str, figures: Mapping[str, float]) -> dict[str, Any]:
+def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, float], seconds: float) -> dict[str, Any]:
     return run_folder.write_summary(
         job.folder,
-        job.recipe,
+        recipe,
         job.accelerator,
         kind=kind,
         figures=figures,
         train_images=len(job.rows),
-        data_fingerprint=job.source.fingerprint,
+        inputs=job.inputs,
+        seconds=seconds,
     )
 
 
@@ -163,17 +164,21 @@ def _try_rate(job: Job) -> dict[str, Any]:
     if job.accelerator.is_main_process:
         job.folder.mkdir(parents=True, exist_ok=True)
     job.accelerator.wait_for_everyone()
+    began = time.monotonic()
+    title = f"learning rate {job.recipe.optim.learning_rate:g}"
+    numbers: dict[str, Any] = {"diverged": True}
     try:
-        run_loop(
-            dataclasses.replace(job, held_out=None), f"learning rate {job.recipe.optim.learning_rate:g}", lines=False
-        )
-        numbers = {**measure_rows(job, job.held_out), "diverged": False}
+        run_loop(dataclasses.replace(job, held_out=None), title, lines=False)
+        measured = measure_rows(job, job.held_out)
+        if math.isfinite(measured["loss"]):
+            numbers = {**measured, "diverged": False}
     except Diverged:
-        numbers = {"diverged": True}
+        pass
+    numbers["seconds"] = round(time.monotonic() - began, 1)
     job.accelerator.free_memory()
     if job.accelerator.is_main_process:
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
-        done.write_text(json.dumps(numbers, indent=1))
+        write_text(done, json.dumps(numbers, indent=1))
     return numbers
 
 

@@ -1,6 +1,7 @@
 """A run's folder: what lies in it already, and what a run leaves there."""
 
 import json
+import os
 import platform
 import shutil
 import time
@@ -16,37 +17,64 @@ from mpp import checkpoint, config
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
+from mpp.files import read_json, write_text
 
 _FILES = ("config.yaml", "metrics.jsonl", "summary.json", "results.json", "report.md")
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 
 
-def finished_summary(output: Path, recipe: RunConfig, overwrite: bool) -> dict[str, Any] | None:
-    """The summary of a finished run of this recipe; raises UserError where the folder holds something else."""
-    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+def look_into(output: Path, recipe: RunConfig, kind: str, overwrite: bool) -> dict[str, Any] | None:
+    """What a run may do with a folder: start, continue, or nothing more; writes nothing.
+
+    Args:
+        kind: pretrain or finetune.
+
+    Returns:
+        The summary, where the folder holds a finished run of this recipe; None to start or continue.
+
+    Raises:
+        UserError: the folder holds something else, or can't be written.
+    """
+    above = next(path for path in (output, *output.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise UserError(f"--output {output}: {above} is a file; name a folder")
+    if not os.access(above, os.W_OK):
+        raise UserError(f"--output {output}: no permission to write in {above}; name another folder")
+    init = Path(recipe.init).expanduser().absolute()
+    if recipe.init != "scratch" and (init == output.absolute() or output.absolute() in init.parents):
+        raise UserError(f"--output {output} holds init={recipe.init}, which must stay; name another folder")
+    if above != output or not any(output.iterdir()):
         return None
-    if not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
     before = output / "config.yaml"
     if not before.is_file():
-        foreign = [path.name for path in output.iterdir() if path.name not in (*_FILES, *_FOLDERS)]
-        if foreign:
-            raise UserError(
-                f"--output {output} holds files but no run ({', '.join(sorted(foreign)[:3])}); name another"
-            )
-        return None
-    if overwrite:
-        return None
-    changed = config.changed_keys(config.load_run(str(before))[0], recipe)
-    if changed:
+        some = ", ".join(sorted(path.name for path in output.iterdir())[:3])
+        raise UserError(f"--output {output} holds files but no run ({some}); name another folder")
+    try:
+        old, _ = config.load_run(str(before))
+    except UserError as error:
+        raise UserError(f"--output {output} holds no run of this package ({error}); name another folder") from None
+    summary = read_json(output / "summary.json") if (output / "summary.json").is_file() else None
+    changed = config.changed_keys(old, recipe)
+    if summary and summary.get("kind") != kind:
+        changed.append(f"kind of run: {summary.get('kind')} there, {kind} here")
+    if changed and not overwrite:
         listed = "\n  ".join(changed)
         raise UserError(
             f"--output {output} holds another run; name another folder, or give --overwrite to start again. "
             f"What differs:\n  {listed}"
         )
-    summary = output / "summary.json"
-    return json.loads(summary.read_text()) if summary.is_file() else None
+    return None if overwrite else summary
+
+
+def require_same_inputs(output: Path, before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises UserError where a run has read other data or weights than it would read now."""
+    changed = [key for key in now if before.get(key) != now[key]]
+    if changed:
+        raise UserError(
+            f"--output {output} holds a run of the same recipe, but what it read has changed since "
+            f"({', '.join(changed)}); name another folder, or give --overwrite to start again"
+        )
 
 
 def open_folder(output: Path, recipe: RunConfig, accelerator: Accelerator, console: Console, overwrite: bool) -> None:
@@ -58,9 +86,11 @@ def open_folder(output: Path, recipe: RunConfig, accelerator: Accelerator, conso
             for name in _FOLDERS:
                 shutil.rmtree(output / name, ignore_errors=True)
         began_before = (output / "config.yaml").is_file()
-        (output / "figures").mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         config.save(recipe, output / "config.yaml")
-        if began_before and not checkpoint.complete(output / "checkpoints"):
+        (output / "figures").mkdir(exist_ok=True)
+        unfinished = began_before and not (output / "sweep").is_dir()
+        if unfinished and not checkpoint.complete(output / "checkpoints"):
             console.say(f"{output} holds a run without a complete checkpoint: it starts again at step 0")
     accelerator.wait_for_everyone()
 
@@ -85,19 +115,19 @@ def write_summary(
     kind: str,
     figures: Mapping[str, float],
     train_images: int,
-    data_fingerprint: str,
+    inputs: Mapping[str, str],
+    seconds: float,
 ) -> dict[str, Any]:
     """Writes `summary.json`, by which a run counts as finished, and returns it."""
-    records = read_records(folder)
     summary = {
         "kind": kind,
         "figures": {key: value for key, value in figures.items() if key not in _PROGRESS},
         "steps": recipe.optim.steps,
         "images": recipe.optim.steps * recipe.optim.batch_size,
         "train_images": train_images,
-        "data_fingerprint": data_fingerprint,
+        "inputs": dict(inputs),
         "recipe_hash": config.recipe_hash(recipe),
-        "seconds": round(records[-1]["seconds"], 1) if records else 0.0,
+        "seconds": round(seconds, 1),
         "processes": accelerator.num_processes,
         "device": str(accelerator.device),
         "precision": recipe.runtime.precision,
@@ -109,9 +139,7 @@ def write_summary(
         },
     }
     if accelerator.is_main_process:
-        draft = folder / ".summary.json"
-        draft.write_text(json.dumps(summary, indent=1))
-        draft.rename(folder / "summary.json")
+        write_text(folder / "summary.json", json.dumps(summary, indent=1))
     accelerator.wait_for_everyone()
     return summary
 
@@ -130,10 +158,11 @@ def newest_pretraining(root: Path, overrides: Sequence[str]) -> tuple[Path | Non
         if not (run / "config.yaml").is_file():
             raise UserError(f"--recipe is missing, and init={named[-1]} is no run folder that would name one")
     else:
+        summaries = {file.parent: read_json(file) for file in root.glob("**/summary.json")}
         finished = [
-            (json.loads(file.read_text()).get("finished", ""), str(file.parent))
-            for file in root.glob("**/summary.json")
-            if json.loads(file.read_text()).get("kind") == "pretrain"
+            (found.get("finished", ""), str(folder))
+            for folder, found in summaries.items()
+            if found.get("kind") == "pretrain"
         ]
         if not finished:
             raise UserError(

@@ -5,7 +5,7 @@ import importlib.util
 import io
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -90,10 +90,7 @@ class HubRows:
     image_column: str
     classes: list[str] | None
     labels: np.ndarray | None
-
-    @property
-    def fingerprint(self) -> str:
-        return str(self.rows._fingerprint)
+    fingerprint: str
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -115,8 +112,8 @@ def open_source(source: str, split: str) -> Source:
         UserError: no such kind of source, path or split, or no image in it.
     """
     kind, _, argument = source.partition(":")
-    if kind not in SOURCES:
-        raise UserError(f"data.source={source}: no source of that kind; there are {', '.join(SOURCE_FORMS)}")
+    if kind not in SOURCES or (argument == "") != (kind == "demo"):
+        raise UserError(f"data.source={source}: no source of that form; there are {', '.join(SOURCE_FORMS)}")
     opened = SOURCES[kind](argument, split)
     if len(opened) == 0:
         raise UserError(f"data.source={source}: split {split} holds no image ({', '.join(SUFFIXES)})")
@@ -221,15 +218,32 @@ def _folder(argument: str, split: str) -> Source:
         root = path
     files = sorted(
         str(Path(folder, name).relative_to(root))
-        for folder, _, names in os.walk(root, followlinks=True)
+        for folder, names in _walk(root)
         for name in names
         if name.lower().endswith(SUFFIXES) and not name.startswith(".")
     )
-    if not files or not all(len(Path(file).parts) > 1 for file in files):
+    if not files or not all(os.sep in file for file in files):
         return Folder(root, files, None, None)
-    classes = sorted({Path(file).parts[0] for file in files})
-    labels = np.array([classes.index(Path(file).parts[0]) for file in files])
-    return Folder(root, files, classes, labels)
+    tops = [file.split(os.sep, 1)[0] for file in files]
+    classes = sorted(set(tops))
+    numbers = {name: number for number, name in enumerate(classes)}
+    return Folder(root, files, classes, np.array([numbers[top] for top in tops]))
+
+
+def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
+    """Folders and their files, through links, each real folder once; raises UserError on an unreadable one."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"data.source: {error.filename} can't be listed ({error.strerror}); allow it, or move it out")
+
+    seen = set()
+    for folder, below, names in os.walk(root, followlinks=True, onerror=refuse):
+        real = os.path.realpath(folder)
+        if real in seen:
+            below.clear()
+            continue
+        seen.add(real)
+        yield folder, names
 
 
 def _hub(argument: str, split: str) -> Source:
@@ -246,10 +260,18 @@ def _hub(argument: str, split: str) -> Source:
     if not images:
         raise UserError(f"data.source=hub:{argument}: no column of images; the columns are {list(rows.features)}")
     named = [column for column, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)]
+    if len(images) > 1 or len(named) > 1:
+        raise UserError(
+            f"data.source=hub:{argument}: which columns are meant is not clear (images: {images}, labels: {named}); "
+            "make a copy with one of each"
+        )
     classes = rows.features[named[0]].names if named else None
     labels = np.asarray(rows[named[0]][:]) if named else None
+    if labels is not None and (labels < 0).any():  # a test split whose labels are withheld
+        classes = labels = None
+    fingerprint = rows._fingerprint
     rows = rows.select_columns(images[:1]).cast_column(images[0], datasets.Image(decode=False))
-    return HubRows(rows, f"hub:{argument} {split}", images[0], classes, labels)
+    return HubRows(rows, f"hub:{argument} {split}", images[0], classes, labels, fingerprint)
 
 
 SOURCES: dict[str, Callable[[str, str], Source]] = {
@@ -279,14 +301,16 @@ def to_rgb(picture: Image.Image) -> Image.Image:
     """The picture as it is meant to be seen, in 8-bit RGB.
 
     EXIF orientation is applied, unless the metadata is malformed; 16-bit grey keeps its upper byte;
-    transparency is laid over white.
+    transparency is laid over white. Raises ValueError where the range of the pixels is not known.
     """
     try:
         picture = ImageOps.exif_transpose(picture)
     except Exception:  # Pillow raises many kinds on malformed metadata, none of which spoils the pixels
         pass
-    if picture.mode.startswith("I"):
-        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    if picture.mode in ("I", "F"):
+        raise ValueError("its 32-bit pixels have no known range; save it with 8 or 16 bits")
+    if picture.mode.startswith("I;16"):
+        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
     if picture.has_transparency_data:
         picture = picture.convert("RGBA")
         white = Image.new("RGBA", picture.size, "white")

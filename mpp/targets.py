@@ -68,10 +68,10 @@ def nearest_color_bins(images: Tensor, positions: Tensor, patch_size: int) -> Te
     far = torch.iinfo(distance.dtype).max
     reach = distance[positions].masked_fill(hidden[:, None, :], far)
     nearest = reach.amin(-1, keepdim=True)
-    # Doubles hold these integers exactly, and matrix products of integers are missing on GPUs.
-    chosen = ((reach == nearest) & (nearest < far)).double()
-    neighbor_sums = (chosen @ sums.double()).long()
-    neighbor_pixels = chosen.sum(-1, keepdim=True).long().clamp(min=1) * pixels
+    chosen = ((reach == nearest) & (nearest < far)).int()
+    # Integers by channel: GPUs lack integer matrix products, and some of them doubles.
+    neighbor_sums = torch.stack([(chosen * channel[:, None]).sum(-1) for channel in sums.int().unbind(-1)], dim=-1)
+    neighbor_pixels = chosen.sum(-1, keepdim=True).clamp(min=1) * pixels
     return _pack(_levels(neighbor_sums, neighbor_pixels))
 
 

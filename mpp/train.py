@@ -40,7 +40,7 @@ def train(
     log: Callable[[int, dict[str, float]], None],
     evaluate: Callable[[], dict[str, float]],
     save: Callable[[int, Tally], None],
-    stop_wanted: Callable[[int], bool],
+    stop_wanted: Callable[[], bool],
     track: Callable[[Iterable[int]], Iterable[int]],
 ) -> bool:
     """Trains from `first_step` to `steps` and says whether it got there, or was asked to stop.
@@ -85,7 +85,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         seen += batch_size
 
-        stop = step < steps and stop_wanted(step)
+        stop = stop_wanted() and step < steps
         record: dict[str, float] = {}
         if stop or due(step, log_every) or due(step, save_every):
             totals = tally.total(lambda value: accelerator.reduce(value, "sum"))

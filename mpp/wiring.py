@@ -7,8 +7,11 @@ import numpy as np
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
 
-from mpp import checkpoint, config, cost, sources
+from mpp import checkpoint, config, cost, data, files, sources
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
@@ -23,7 +26,15 @@ Pixels = tuple[float, ...]  # of each channel
 
 def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
     precision = {"fp32": "no", "bf16": "bf16"}[recipe.runtime.precision]
-    accelerator = Accelerator(mixed_precision=precision, cpu=not torch.accelerator.is_available())
+    AcceleratorState._reset_state()  # runs of one process may differ in precision; the process group stays
+    accelerator = Accelerator(
+        mixed_precision=precision,
+        cpu=not torch.accelerator.is_available(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates by itself
+    )
+    kind = accelerator.distributed_type.value
+    if kind != "NO" and not kind.startswith("MULTI_"):
+        raise UserError(f"the launcher is set up for {kind}; use plain data parallelism (`accelerate config`)")
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
     launcher = "" if told == precision else f", whatever the launcher says: {told}"
     count = accelerator.num_processes
@@ -50,13 +61,41 @@ def micro_batches(recipe: RunConfig, processes: int) -> int:
 
 
 def worker_count(recipe: RunConfig, processes: int) -> int:
+    """Loader processes for each training process; `auto` leaves it a core of its own."""
     if isinstance(recipe.runtime.workers, int):
         return recipe.runtime.workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(max(cores // processes - 1, 0), 16)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    return min(max(cores // here - 1, 0), 16)
+
+
+def open_training(recipe: RunConfig, console: Console) -> sources.Source:
+    """The training split, and how much there is of it."""
+    source = sources.open_source(recipe.data.source, recipe.data.train_split)
+    _tell_size(recipe, recipe.data.train_split, source, console)
+    return source
+
+
+def _tell_size(recipe: RunConfig, split: str, source: sources.Source, console: Console) -> None:
+    classes = f"{len(source.classes)} classes" if source.classes else "no classes"
+    console.say(f"{recipe.data.source}, {split}: {len(source):,} images, {classes}")
+
+
+def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> sources.Source:
+    """The test split, with the classes of the training split; raises UserError where there is none."""
+    if not sources.has_held_out_split(recipe.data.source, recipe.data.train_split, recipe.data.eval_split):
+        raise UserError(
+            f"data.source={recipe.data.source} has no split {recipe.data.eval_split} to test on; make the folders "
+            f"{recipe.data.train_split}/CLASS and {recipe.data.eval_split}/CLASS in it"
+        )
+    test = sources.open_source(recipe.data.source, recipe.data.eval_split)
+    require_same_classes(source, test, recipe)
+    _tell_size(recipe, recipe.data.eval_split, test, console)
+    return test
 
 
 def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -> HeldOut | None:
+    """Held-out images for the figures of a pre-training, if the source has any."""
     if not sources.has_held_out_split(recipe.data.source, recipe.data.train_split, recipe.data.eval_split):
         console.say(
             f"{recipe.data.source} has no split {recipe.data.eval_split}: "
@@ -66,14 +105,21 @@ def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -
     held_out = sources.open_source(recipe.data.source, recipe.data.eval_split)
     if recipe.objective.name == "supervised":
         require_same_classes(source, held_out, recipe)
+    _tell_size(recipe, recipe.data.eval_split, held_out, console)
     return held_out, np.arange(len(held_out))
+
+
+def inputs_of(recipe: RunConfig, source: sources.Source) -> dict[str, str]:
+    """Fingerprints of what a run reads, by which a later call sees that it has changed."""
+    init = "" if recipe.init == "scratch" else files.fingerprint(checkpoint.weights_file(recipe.init))
+    return {"data.source": source.fingerprint, "init": init}
 
 
 def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
     if source.classes is None:
         raise UserError(
-            f"data.source={recipe.data.source}: no classes in split {recipe.data.train_split}; "
-            "put every image in a class folder, SPLIT/CLASS/*.jpg, or pre-train with objective.name=mpp"
+            f"data.source={recipe.data.source}: no classes in split {recipe.data.train_split}. Training on labels "
+            "needs every image in a class folder, SPLIT/CLASS/*.jpg, or a column of labels; mpp needs none"
         )
     if len(source.classes) < 2:
         raise UserError(f"data.source={recipe.data.source}: {len(source.classes)} class; training needs two or more")
@@ -90,6 +136,24 @@ def require_same_classes(source: sources.Source, other: sources.Source, recipe: 
     )
 
 
+def labelled_rows(recipe: RunConfig, source: sources.Source) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to fine-tune on, and rows to choose the learning rate on: none where there is no choice."""
+    choice = isinstance(recipe.optim.learning_rate, tuple) and len(recipe.optim.learning_rate) > 1
+    if choice and not recipe.data.holdout:
+        raise UserError("data.holdout=0 leaves nothing to choose the learning rate on; raise it, or give one rate")
+    return data.labelled_rows(source, recipe.seed, recipe.data.per_class, recipe.data.holdout if choice else 0.0)
+
+
+def require_supervised(recipe: RunConfig) -> None:
+    if recipe.objective.name != "supervised":
+        raise UserError(f"objective.name={recipe.objective.name}: fine-tuning needs supervised")
+
+
+def require_one_rate(recipe: RunConfig) -> None:
+    if not isinstance(recipe.optim.learning_rate, float):
+        raise UserError("optim.learning_rate is a list, which is for fine-tuning to choose from; give one number")
+
+
 def initial_encoder(
     recipe: RunConfig, classes: list[str] | None, console: Console
 ) -> tuple[timm.models.VisionTransformer, Pixels, Pixels]:
@@ -104,7 +168,7 @@ def initial_encoder(
         return encoder, PIXEL_MEAN, PIXEL_STD
     found = checkpoint.find_weights(recipe.init)
     loaded = load_encoder(encoder, found.tensors, recipe.init)
-    pixels = found.config.get("pretrained_cfg", {})
+    pixels = found.config.get("pretrained_cfg") or {}
     mean, std = tuple(pixels.get("mean", PIXEL_MEAN)), tuple(pixels.get("std", PIXEL_STD))
     set_pixel_statistics(encoder, mean, std)
     notes = [f"encoder from {found.path}", f"pixel mean {mean[0]:g}, standard deviation {std[0]:g}"]
@@ -155,20 +219,25 @@ def planned_images(recipe: RunConfig) -> int:
     return runs * recipe.optim.steps * recipe.optim.batch_size
 
 
-def dry_run(recipe: RunConfig) -> str:
-    """The resolved recipe and what it would cost, without reading data or training.
-
-    Raises UserError where the recipe can't be run.
-    """
+def rehearse(recipe: RunConfig, classes: list[str] | None) -> tuple[nn.Module, Objective]:
+    """Model and objective without storage; raises UserError where the recipe does not allow them."""
     with torch.device("meta"):
-        classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
         encoder = build_encoder(
             image_size=recipe.data.image_size,
             classes=len(classes) if classes else 0,
             **dataclasses.asdict(recipe.model),
         )
         objective = build_objective(recipe, encoder, classes, PIXEL_MEAN, PIXEL_STD)
-        model = objective.build(encoder)
+        return objective.build(encoder), objective
+
+
+def dry_run(recipe: RunConfig) -> str:
+    """The resolved recipe and what it would cost, without reading data or training.
+
+    Raises UserError where the recipe can't be run.
+    """
+    classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+    model, objective = rehearse(recipe, classes)
     side, rows = recipe.data.image_size, 2
     batch = {
         "images": torch.zeros(rows, side, side, 3, dtype=torch.uint8),

@@ -31,6 +31,7 @@ def made(tmp_path):
             step,
             encoder=encoder,
             objective=checkpoint.objective_weights(model, encoder),
+            objective_note={"target": "mean_color"},
             optimizer=optimizer,
             names={value: name for name, value in model.named_parameters()},
             meta={"note": 1.5},
@@ -135,5 +136,18 @@ def test_weights_are_found_under_every_ref_that_a_run_makes(made, tmp_path):
 def test_refs_that_hold_nothing(tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint nor a run with a complete checkpoint"):
         checkpoint.find_weights(str(tmp_path))
-    with pytest.raises(UserError, match="not found. It can be a run folder, a checkpoint folder"):
-        checkpoint.find_weights(str(tmp_path / "nothing"))
+    for name in ("nothing", "nothing.safetensors"):
+        with pytest.raises(UserError, match="not found. It can be a run folder, a checkpoint folder"):
+            checkpoint.find_weights(str(tmp_path / name))
+    (tmp_path / "official.npz").write_bytes(b"PK")
+    with pytest.raises(UserError, match="official.npz: is no file that can be read here"):
+        checkpoint.find_weights(str(tmp_path / "official.npz"))
+
+
+def test_a_broken_config_is_named(made):
+    _, _, write = made
+    path = write(1)
+    for content in ("{", "[1]"):
+        (path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=r"config.json (is damaged|holds no JSON object)"):
+            checkpoint.find_weights(str(path))

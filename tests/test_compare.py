@@ -111,6 +111,30 @@ def test_another_comparison_in_the_folder_is_refused(compared):
     assert other.returncode == 2 and "holds another comparison or run" in other.stderr and "--overwrite" in other.stderr
 
 
+def test_what_would_stop_it_later_stops_it_before_it_starts(compared, tmp_path):
+    root, _ = compared
+    plan = yaml.safe_load((root / "compare.yaml").read_text())
+    tune = yaml.safe_load((root / "tune.yaml").read_text())
+    faults = {
+        "arm": ({"arms": {"a": "mpp_dmeo"}}, {}, "init=mpp_dmeo: not found"),
+        "objective": ({}, {"objective": {"name": "mpp"}}, "fine-tuning needs supervised"),
+        "classes": ({}, {"data": {**tune["data"], "per_class": 5000}}, "data.per_class=5000: class"),
+        "batch": ({}, {"runtime": {"micro_batch": 7}}, "is not a multiple of runtime.micro_batch=7"),
+        "model": ({}, {"model": {**tune["model"], "depth": 1}}, "unexpected: blocks.1.norm1.weight"),
+    }
+    for name, (in_plan, in_recipe, words) in faults.items():
+        (tmp_path / f"{name}_tune.yaml").write_text(yaml.safe_dump({**tune, **in_recipe}))
+        (tmp_path / f"{name}.yaml").write_text(
+            yaml.safe_dump({**plan, "finetune": str(tmp_path / f"{name}_tune.yaml"), **in_plan})
+        )
+        with pytest.raises(SystemExit) as left, pytest.MonkeyPatch.context() as patch:
+            said = []
+            patch.setattr(compare.command_line, "_tell", said.append)
+            compare.main(["--recipe", str(tmp_path / f"{name}.yaml"), "--output", str(tmp_path / "out")])
+        assert left.value.code == 2 and words in said[0]
+        assert not (tmp_path / "out").exists()
+
+
 def test_sentences_say_plainly_what_was_measured():
     def records(arm, accuracies):
         return [{"arm": arm, "metric": "accuracy", "value": value} for value in accuracies]

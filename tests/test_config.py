@@ -64,6 +64,10 @@ def test_defaults_are_named(tiny):
         ("objective.corruption=0", "objective.corruption=0.0 must lie in (0, 1]"),
         ("objective.corruption=1.5", "objective.corruption=1.5 must lie in (0, 1]"),
         ("seed=-1", "seed=-1 must lie in 0 .. 2**32 - 1"),
+        ("optim.beta2=1", "optim.beta2=1.0 must lie in [0, 1)"),
+        ("optim.momentum=-1", "optim.momentum=-1.0 must lie in [0, 1)"),
+        ("optim.end_learning_rate=-3", "optim.end_learning_rate=-3.0 must not be negative"),
+        ("data.eval_split=train", "data.eval_split=train is the training split; held-out images must be others"),
         ("model.depth=0", "model.depth=0 must be positive, or null"),
         ("optim.steps=0", "optim.steps=0 must be positive"),
         ("optim.warmup_steps=4", "optim.warmup_steps=4 must be smaller than optim.steps=4"),
@@ -104,6 +108,11 @@ def test_a_fault_in_a_file_names_file_and_line(tmp_path):
     assert f"{path}:2: data is a section, not a value" in refusal(str(path))
     path.write_text("")
     assert f"{path} holds no recipe" in refusal(str(path))
+    path.write_bytes(b"seed: \xff\xfe\n")
+    assert f"{path} can't be read" in refusal(str(path))
+    for text in ("seed: \x00\n", "seed: 2024-13-45\n"):
+        path.write_text(text)
+        assert f"{path}: not YAML" in refusal(str(path))
     path.write_text("data:\n  source: [\n")
     assert f"{path}:3: not YAML" in refusal(str(path))
 
@@ -150,6 +159,15 @@ def test_comparisons(tmp_path):
     path.write_text("finetune: finetune_demo\nseeds: []\narms: {a: scratch}\n")
     with pytest.raises(UserError, match="at least one arm and one seed"):
         config.load_compare(str(path))
+    path.write_text("finetune: finetune_demo\nseeds: [0, 1, 0]\narms: {a: scratch}\n")
+    with pytest.raises(UserError, match="names one twice"):
+        config.load_compare(str(path))
+    for arms in ("{a: 3}", "{a: {recipe: mpp_demo}, b: scratch}"):
+        path.write_text(f"finetune: finetune_demo\nseeds: [0]\narms: {arms}\n")
+        with pytest.raises(UserError, match="arms must be a section of names"):
+            config.load_compare(str(path))
+    with pytest.raises(UserError, match="is a comparison, not a run: eval/compare.py takes it"):
+        config.load_run("compare_demo")
     path.write_text("finetune: finetune_demo\nseeds: [0]\narms: {a: 3}\n")
     with pytest.raises(UserError, match="arms must be a section of names"):
         config.load_compare(str(path))

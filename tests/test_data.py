@@ -1,6 +1,7 @@
 """mpp/data.py on real files: what is read, in which order, and what is refused."""
 
 import io
+import os
 import warnings
 
 import numpy as np
@@ -90,7 +91,9 @@ def test_a_folder_without_classes_has_no_labels(folder, files):
     ("source", "words"),
     [
         ("folder:/nowhere/at/all", "data.source=folder:/nowhere/at/all: no such folder"),
-        ("imagenet", "no source of that kind; there are demo, folder:PATH"),
+        ("imagenet", "no source of that form; there are demo, folder:PATH"),
+        ("folder:", "no source of that form"),
+        ("demo:small", "no source of that form"),
         ("synthetic:none", "give a positive number of images"),
         ("hub:/nowhere/at/all", "data.source=hub:/nowhere/at/all: split train can't be loaded"),
     ],
@@ -111,6 +114,37 @@ def test_an_empty_folder_and_a_missing_split_are_named(folder, tmp_path):
         sources.open_source(f"folder:{empty}", "train")
     with pytest.raises(UserError, match="the splits train and validation, not test"):
         sources.open_source("demo", "test")
+
+
+def test_links_are_followed_but_no_folder_is_read_twice(folder, tmp_path):
+    source = folder({"train/a/1.png": picture(), "elsewhere/2.png": picture()})
+    (tmp_path / "train" / "b").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "train" / "a" / "loop").symlink_to(tmp_path / "train")
+    found = sources.open_source(source, "train")
+    assert found.files == ["a/1.png", "b/2.png"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
+def test_a_folder_that_cannot_be_listed_is_named(folder, tmp_path):
+    source = folder({"train/a/1.png": picture(), "train/b/1.png": picture()})
+    (tmp_path / "train" / "b").chmod(0)
+    with pytest.raises(UserError, match="train/b can't be listed"):
+        sources.open_source(source, "train")
+
+
+def test_hub_columns_that_are_not_clear_are_refused_and_withheld_labels_are_none(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["red", "blue"])
+    for folder, columns in [("two", {"fine": [0], "coarse": [1]}), ("withheld", {"label": [-1]})]:
+        features = datasets.Features({"img": datasets.Image(), **{name: names for name in columns}})
+        (tmp_path / folder).mkdir()
+        rows = datasets.Dataset.from_dict({"img": [picture()], **columns}, features=features)
+        rows.to_parquet(tmp_path / folder / "train-0.parquet")
+    with pytest.raises(
+        UserError, match=r"which columns are meant is not clear \(images: \['img'\], labels: \['fine', 'coarse'\]\)"
+    ):
+        sources.open_source(f"hub:{tmp_path / 'two'}", "train")
+    assert sources.open_source(f"hub:{tmp_path / 'withheld'}", "train").labels is None
 
 
 def test_a_local_copy_of_a_hub_data_set(tmp_path):
@@ -143,10 +177,10 @@ def oriented():
 
 
 def bad_metadata():
+    """An XMP block that is not UTF-8, with the checksum that belongs to it."""
     info = PngImagePlugin.PngInfo()
-    info.add_itxt("XML:com.adobe.xmp", "x")
-    content = saved(picture(), format="PNG", pnginfo=info).getvalue()
-    return io.BytesIO(content)
+    info.add(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta>\xff\xfe\xba\xad</x:xmpmeta>")
+    return saved(picture(), format="PNG", pnginfo=info)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +209,12 @@ def test_malformed_metadata_does_not_cost_an_image():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert sources._read_image(saved(picture(), format="JPEG", exif=exif), "a file").size == (40, 30)
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_pixels_of_unknown_range_are_refused(mode):
+    with pytest.raises(UserError, match="32-bit pixels have no known range"):
+        sources._read_image(saved(Image.new(mode, (4, 4)), format="TIFF"), "a file")
 
 
 @pytest.mark.parametrize("content", [b"", b"not an image", None])
@@ -304,17 +344,21 @@ def test_fewer_images_than_a_batch_still_fill_it():
     assert len(found) == 16 and {epoch for _, epoch, _ in found} == {0, 1}
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("processes", [1, 2, 3, 16])
 def test_held_out_images_are_read_once_over_processes(processes):
     source = sources.open_source("synthetic:10", "validation")
     held_out = data.HeldOutSamples(source, np.arange(10), 16, lambda epoch, index: {})
-    seen = []
+    seen, batches = [], []
     for process in range(processes):
+        batches.append(0)
         for batch in data.held_out_batches(
             held_out, micro_batch=3, processes=processes, process=process, workers=0, device=torch.device("cpu")
         ):
             seen += batch["index"].tolist()
+            batches[-1] += 1
+            assert batch["images"].shape[1:] == (16, 16, 3)
     assert sorted(seen) == list(range(10))
+    assert min(batches) >= 1  # a process without images still has counts to reduce
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module imports only from floors strictly below its own. Doors are imported by nothing.
 FLOORS = [
     {"mpp.errors"},
+    {"mpp.files"},
     {"mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console"},
     {"mpp.corruption", "mpp.targets", "mpp.sources", "mpp.optim", "mpp.checkpoint"},
     {"mpp.data", "mpp.model", "mpp.pictures"},

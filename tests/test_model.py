@@ -199,11 +199,13 @@ def test_every_name_that_does_not_fit_is_listed_and_nothing_is_loaded():
     [
         ("vit_bas_patch16_224", {}, "timm knows no such model; nearest are vit_base_patch16_224"),
         ("resnet18", {}, "resnet18"),
+        ("vit_small_r26_s32_224", {}, "is not a plain Vision Transformer"),
+        ("vit_tiny_patch16_224", {"num_heads": 5}, "does not go with the other keys"),
         ("vit_tiny_patch16_224", {"image_size": 220}, "use 208 or 224"),
         (
             "vit_tiny_patch16_224",
             {"embed_dim": 100, "num_heads": 3},
-            "model.embed_dim=100 is not a multiple of model.num_heads=3",
+            "does not go with the other keys of `model`: dim should be divisible by num_heads",
         ),
         ("vit_tiny_patch16_224", {"image_size": 8}, "use 16"),
         ("vit_tiny_patch16_224", {"image_size": 8, "patch_size": 16}, "use 16"),

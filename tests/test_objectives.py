@@ -10,6 +10,7 @@ from mpp.corruption import KEEP, MASK, RANDOM
 from mpp.metrics import Tally
 from mpp.model import build_encoder
 from mpp.objectives import MaskedPatchPrediction, Supervised
+from mpp.targets import TARGETS
 
 HALF = (0.5, 0.5, 0.5)
 
@@ -81,12 +82,31 @@ def test_gradient_reaches_the_mask_embedding_and_the_encoder():
     assert model.encoder.patch_embed.proj.weight.grad.abs().sum() > 0
 
 
-def test_no_gradient_passes_through_the_targets():
-    objective = mpp("pixels")
+@pytest.mark.parametrize("target", ["mean_color", "pixels"])
+def test_no_gradient_passes_through_the_targets(target):
+    # Were the target a function of the model, the loss of a constant prediction would have a gradient.
+    objective = mpp(target)
     batch = batch_of(objective)
-    loss, _ = objective.loss(trained(objective), batch)
-    loss.backward()
-    assert batch["images"].dtype == torch.uint8 and not batch["images"].requires_grad
+    constant = torch.zeros(4, 8, TARGETS[target].outputs(4), requires_grad=True)
+    model = trained(objective)
+
+    class Constant(torch.nn.Module):
+        def forward(self, images, *plan):
+            model(images, *plan)  # it is run, but its result is not used
+            return constant
+
+    objective.loss(Constant(), batch)[0].backward()
+    assert constant.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_file_of_the_head_says_what_its_outputs_are():
+    assert mpp().note == {
+        "target": "mean_color",
+        "outputs": "class = 64 R + 8 G + B, each the top 3 bits of the mean",
+        "corruption": "0.5",
+    }
+    assert mpp("pixels").note["outputs"] == "row, column, channel"
 
 
 def test_accuracy_apart_for_each_action_by_hand():

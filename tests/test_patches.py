@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpp.errors import UserError
-from mpp.patches import cut, grid_size, join
+from mpp.patches import cut, grid_size
 
 
 def test_cut_is_raster_order():
@@ -12,11 +12,6 @@ def test_cut_is_raster_order():
     patches = cut(images, 2)
     assert patches.shape == (2, 6, 2, 2, 3)
     assert torch.equal(patches[1, 4], images[1, 2:4, 2:4])  # second row of patches, second column
-
-
-def test_join_undoes_cut():
-    images = torch.randint(0, 256, (3, 8, 12, 3))
-    assert torch.equal(join(cut(images, 4), (2, 3)), images)
 
 
 @pytest.mark.parametrize(("image", "patch", "side"), [(224, 16, 14), (224, 14, 16), (384, 32, 12), (32, 32, 1)])

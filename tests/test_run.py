@@ -244,6 +244,76 @@ def test_a_folder_with_other_files_is_not_taken(tiny, tmp_path):
         pretrain(tiny(), tmp_path / "file")
 
 
+def test_overwrite_takes_only_runs_of_this_package(tiny, tmp_path):
+    other = tmp_path / "hydra"
+    (other / "checkpoints").mkdir(parents=True)
+    (other / "config.yaml").write_text("defaults:\n- model: resnet\n")
+    (other / "checkpoints" / "precious.pt").write_bytes(b"weeks of work")
+    before = hashes(other)
+    for overwrite in (False, True):
+        with pytest.raises(UserError, match="holds no run of this package .*; name another folder"):
+            pretrain(tiny(), other, overwrite=overwrite)
+    (tmp_path / "figures_only" / "figures").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds files but no run"):
+        pretrain(tiny(), tmp_path / "figures_only", overwrite=True)
+    assert hashes(other) == before
+
+
+def test_a_fine_tuning_does_not_take_the_folder_of_its_init(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "run")
+    before = hashes(tmp_path / "run")
+    for init in (tmp_path / "run", newest(tmp_path / "run")):
+        with pytest.raises(UserError, match=r"holds init=.*, which must stay"):
+            finetune(tiny(), tmp_path / "run", f"init={init}", overwrite=True)
+    assert hashes(tmp_path / "run") == before
+
+
+def test_a_folder_of_the_other_kind_is_refused(tiny, tmp_path):
+    path = tiny(objective__name="supervised", optim__learning_rate=0.01)
+    pretrain(path, tmp_path / "run")
+    with pytest.raises(UserError, match="kind of run: pretrain there, finetune here"):
+        run.finetune(config.load_run(path)[0], tmp_path / "run", Console())
+
+
+def test_data_that_changed_is_noticed(tiny, tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    for number in range(4):
+        Image.effect_noise((40, 40), 90).convert("RGB").save(tmp_path / "set" / f"{number}.png")
+    source = f"data.source=folder:{tmp_path / 'set'}"
+    pretrain(tiny(), tmp_path / "run", source)
+    Image.new("RGB", (40, 40)).save(tmp_path / "set" / "more.png")
+    message = r"what it read has changed since \(data.source\)"
+    with pytest.raises(UserError, match=message):  # finished
+        pretrain(tiny(), tmp_path / "run", source)
+    (tmp_path / "run" / "summary.json").unlink()
+    with pytest.raises(UserError, match=message):  # to be continued
+        pretrain(tiny(), tmp_path / "run", source)
+
+
+def test_an_init_that_changed_is_noticed(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "pre")
+    options = [f"init={tmp_path / 'pre'}", "optim.learning_rate=0.01"]
+    finetune(tiny(), tmp_path / "tune", *options)
+    finetune(tiny(), tmp_path / "tune", *options)
+    pretrain(tiny(), tmp_path / "pre", "seed=1", overwrite=True)
+    with pytest.raises(UserError, match=r"what it read has changed since \(init\)"):
+        finetune(tiny(), tmp_path / "tune", *options)
+
+
+def test_runs_of_different_precision_in_one_process(tiny, tmp_path):
+    for precision in ("bf16", "fp32", "bf16"):
+        pretrain(tiny(), tmp_path / f"{precision}", f"runtime.precision={precision}")
+    losses = [records(tmp_path / precision)[-1]["loss"] for precision in ("bf16", "fp32")]
+    assert losses[0] != losses[1] and abs(losses[0] - losses[1]) < 0.05
+
+
+def test_accumulation_told_by_the_environment_changes_nothing(tiny, tmp_path, monkeypatch):
+    pretrain(tiny(), tmp_path / "plain")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    pretrain(tiny(), tmp_path / "told")
+    assert same(weights(tmp_path / "plain"), weights(tmp_path / "told"))
+
+
 def test_a_run_without_a_checkpoint_says_that_it_starts_again(tiny, tmp_path, capsys):
     pretrain(tiny(), tmp_path / "run")
     import shutil
@@ -427,9 +497,17 @@ def test_a_rate_that_diverges_loses_and_all_that_diverge_stop(tiny, tmp_path):
         (["data.holdout=0", "optim.learning_rate=[1, 2]"], "data.holdout=0 leaves nothing to choose"),
         (["data.per_class=99"], "data.per_class=99: class class 0 has 4 images"),
         (["data.eval_split=test", "data.source=demo"], "the splits train and validation, not test"),
+        (
+            ["data.source=folder:{labelled}"],
+            "has no split validation to test on; make the folders train/CLASS and validation/CLASS",
+        ),
     ],
 )
 def test_what_finetuning_refuses(tiny, tmp_path, overrides, words):
+    for label in ("a", "b"):
+        (tmp_path / "labelled" / label).mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(tmp_path / "labelled" / label / "1.png")
+    overrides = [override.format(labelled=tmp_path / "labelled") for override in overrides]
     with pytest.raises(UserError) as refusal:
         finetune(tiny(), tmp_path / "tune", *overrides)
     assert words in str(refusal.value)

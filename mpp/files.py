@@ -1,0 +1,34 @@
+"""Small files that are whole or absent, and messages about those that are damaged."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from mpp.errors import UserError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file beside its name and renames it, so that a kill leaves the old one or the new one."""
+    draft = path.with_name(f".{path.name}.writing")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; raises UserError where the file is missing or holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; what it belongs to is not whole") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}); remove it, or name another folder") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no JSON object; remove it, or name another folder")
+    return found
+
+
+def fingerprint(path: Path) -> str:
+    """Twelve digits of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
