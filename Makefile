@@ -20,7 +20,7 @@ demo: install  ## pre-train, fine-tune the three arms, print the table, leave ru
 	$(BIN)/python eval/compare.py --recipe compare_demo --output runs/demo $(ARGS)
 
 test: install  ## run the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: install  ## ruff, and mypy over the public functions
 	$(BIN)/ruff check .

@@ -10,7 +10,8 @@ from pathlib import Path
 if not __package__:  # run as a file: the repository's root takes the place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from mpp import command_line
+from mpp import command_line, config
+from mpp.console import Console
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,18 +26,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _finetune(flags: command_line.argparse.Namespace) -> None:
-    from mpp import config, run, run_folder, wiring
-    from mpp.console import Console
-
     console = Console()
     overrides = list(flags.overrides)
     name = flags.recipe
     if name is None:
+        from mpp import run_folder
+
         pretrained, name = run_folder.newest_pretraining(Path("runs"), overrides)
         if pretrained is not None:
             overrides.append(f"init={pretrained}")
             console.say(f"fine-tunes {pretrained} with the recipe {name}")
     recipe, defaults = config.load_run(name, overrides)
+
+    from mpp import run, wiring  # torch takes seconds to import; help and faults of a recipe do not wait for it
+
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
     if flags.dry_run:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mpp.config import recipe_names
-from mpp.errors import ImageError, UserError
+from mpp.errors import ImageError, Stopped, UserError
 
 
 def parse(
@@ -44,15 +44,10 @@ def default_output(recipe: str) -> Path:
 
 def exit_with(action: Callable[[], None]) -> NoReturn:
     """Runs an entry point and leaves with its status: 0 done, 2 for the user to mend, 130 stopped."""
-    import torch
-
-    from mpp.job import Stopped
-
     status = 0
     try:
         action()
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        _leave_processes()
     except ImageError as error:
         status = 2
         print(f"error: {error}", file=sys.stderr)
@@ -68,6 +63,12 @@ def exit_with(action: Callable[[], None]) -> NoReturn:
     if status:
         sys.stdout.flush()
     sys.exit(status)
+
+
+def _leave_processes() -> None:
+    torch = sys.modules.get("torch")  # a fault in a flag is told without waiting for its import
+    if torch is not None and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _tell(text: str) -> None:

@@ -23,6 +23,7 @@ class Console:
         self.speaks = int(os.environ.get("RANK", "0")) == 0 and not quiet
         self.terminal = sys.stderr.isatty()
         self.total, self.done = total_images, 0
+        self.said: set[str] = set()
         self.began = self.last_line = time.monotonic()
         self.whole = (
             tqdm(total=total_images, desc="all runs", unit="img", unit_scale=True, position=0, smoothing=0.02)
@@ -34,6 +35,12 @@ class Console:
         if self.speaks:
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
+
+    def say_once(self, text: str) -> None:
+        """What is the same for many runs of a series."""
+        if text not in self.said:
+            self.said.add(text)
+            self.say(text)
 
     def track(self, steps: Iterable[int], title: str, images_a_step: int) -> Iterator[int]:
         """The steps, behind a progress bar where there is a terminal."""

@@ -1,4 +1,4 @@
-"""The exceptions that mean: the user can mend this."""
+"""The exceptions that end a run without being a defect."""
 
 
 class UserError(Exception):
@@ -10,3 +10,7 @@ class UserError(Exception):
 
 class ImageError(UserError):
     """A fault of one image, which one process of several may meet alone and has to report itself."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, saved its state, and can be continued."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mpp import checkpoint, config, data, run_folder, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
+from mpp.errors import Stopped
 from mpp.files import write_text
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
@@ -28,10 +29,6 @@ from mpp.optim import build_optimizer, lr_at
 from mpp.sources import Source
 from mpp.train import measure, train
 from mpp.wiring import HeldOut
-
-
-class Stopped(Exception):
-    """The run was asked to stop, saved its state, and can be continued."""
 
 
 @dataclass(frozen=True)

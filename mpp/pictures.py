@@ -114,6 +114,7 @@ def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         entropy = held_out[-1]["held_out_target_entropy"]
         left.axhline(entropy, color="C3", linestyle="--", label=f"entropy of the classes, {entropy:.2f}")
     left.set_ylim(bottom=0)
+    left.set_xlim(left=0)
     left.legend(fontsize=9)
     lines = {
         "accuracy_masked": ("C0.-", "masked patches"),
@@ -132,7 +133,7 @@ def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
         if held_out and name in held_out[-1]:
             value = held_out[-1][name]
             right.axhline(value, color=color, linestyle="--", label=f"{label}, {value:.2f}")
-    right.set(xlabel="optimiser step", ylabel="held-out accuracy", ylim=(0, 1))
+    right.set(xlabel="optimiser step", ylabel="held-out accuracy", ylim=(0, 1), xlim=left.get_xlim())
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize=9)
     figure.tight_layout()

@@ -10,7 +10,9 @@ from pathlib import Path
 if not __package__:  # run as a file: the repository's root takes the place of this folder
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from mpp import command_line
+from mpp import command_line, config
+from mpp.console import Console
+from mpp.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -24,13 +26,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _pretrain(flags: command_line.argparse.Namespace) -> None:
-    from mpp import config, run, wiring
-    from mpp.console import Console
-    from mpp.errors import UserError
-
     if flags.recipe is None:
         raise UserError(f"--recipe is missing; there are {', '.join(config.recipe_names())}, or a path to a .yaml file")
     recipe, defaults = config.load_run(flags.recipe, flags.overrides)
+
+    from mpp import run, wiring  # torch takes seconds to import; help and faults of a recipe do not wait for it
+
     console = Console()
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")

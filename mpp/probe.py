@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from sklearn.decomposition import PCA
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
@@ -63,7 +64,8 @@ def linear_accuracy(
     """
 
     def fitted(strength: float, features: np.ndarray, labels: np.ndarray) -> Pipeline:
-        model = make_pipeline(StandardScaler(), LogisticRegression(C=strength, max_iter=300))
+        # Turning the axes to the principal ones leaves the solution as it is, and has no more axes than rows.
+        model = make_pipeline(StandardScaler(), PCA(svd_solver="full"), LogisticRegression(C=strength, max_iter=300))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             return model.fit(features, labels)

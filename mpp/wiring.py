@@ -38,7 +38,7 @@ def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
     launcher = "" if told == precision else f", whatever the launcher says: {told}"
     count = accelerator.num_processes
-    console.say(
+    console.say_once(
         f"{count} process{'es' if count > 1 else ''} on {accelerator.device.type}, batch of {recipe.optim.batch_size} "
         f"images in all, precision {recipe.runtime.precision} (runtime.precision decides{launcher})"
     )
@@ -78,7 +78,7 @@ def open_training(recipe: RunConfig, console: Console) -> sources.Source:
 
 def _tell_size(recipe: RunConfig, split: str, source: sources.Source, console: Console) -> None:
     classes = f"{len(source.classes)} classes" if source.classes else "no classes"
-    console.say(f"{recipe.data.source}, {split}: {len(source):,} images, {classes}")
+    console.say_once(f"{recipe.data.source}, {split}: {len(source):,} images, {classes}")
 
 
 def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> sources.Source:

@@ -47,7 +47,7 @@ def command(*arguments, processes=1, cwd=None, env=None):
     return subprocess.run(
         [*launcher, *map(str, arguments)],
         cwd=cwd or ROOT,
-        env={**os.environ, "ACCELERATE_USE_CPU": "true", **(env or {})},
+        env={**os.environ, **(env or {})},
         capture_output=True,
         text=True,
         timeout=240,

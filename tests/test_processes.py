@@ -151,7 +151,7 @@ def test_fewer_held_out_images_than_processes(tmp_path, tiny):
         output = tmp_path / str(processes)
         done = command(
             PRETRAIN, "--recipe", tiny(optim__steps=2), "--output", output, f"data.source=folder:{tmp_path}/set",
-            f"runtime.micro_batch={8 // processes}", processes=processes, env={"ACCELERATE_USE_CPU": ""},
+            f"runtime.micro_batch={8 // processes}", processes=processes,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert f"{processes} process" in done.stdout and "8 images, no classes" in done.stdout
@@ -166,7 +166,6 @@ def start(path, output, processes=1):
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return subprocess.Popen(
         [*launcher, str(PRETRAIN), "--recipe", path, "--output", str(output)],
-        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
 
-from mpp import checkpoint, config, data, job, run, run_folder, sources, wiring
+from mpp import checkpoint, config, data, errors, job, run, run_folder, sources, wiring
 from mpp.console import Console
 from mpp.errors import UserError
 from mpp.model import MaskedPatchModel, build_encoder
@@ -192,7 +192,7 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(tiny, tmp_path
 
         patch.setattr(job, "_stop_signals", signals)
         with pytest.raises(
-            job.Stopped, match=f"stopped at step {stop} of 6 and saved in .*; the same command continues"
+            errors.Stopped, match=f"stopped at step {stop} of 6 and saved in .*; the same command continues"
         ):
             pretrain(path, tmp_path / "broken")
     assert newest(tmp_path / "broken").name == f"step_0000000{stop}"
