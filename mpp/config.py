@@ -356,7 +356,7 @@ def _find(recipe: str) -> tuple[str, str]:
             raise UserError(f"{recipe} can't be read: {error}") from None
     if recipe not in recipe_names():
         nearest = difflib.get_close_matches(recipe, recipe_names(), 1)
-        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        hint = f"; did you mean {nearest[0]}?" if nearest else "."
         raise UserError(
             f"--recipe {recipe}: no such recipe{hint} There are {', '.join(recipe_names())}, or a path to a .yaml file"
         )
