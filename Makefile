@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint
+.PHONY: help install demo test lint lowest
 
 help:  ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):[^#]*## /  make \1\t/'
@@ -21,6 +21,11 @@ demo: install  ## pre-train, fine-tune the three arms, print the table, leave ru
 
 test: install  ## run the whole test suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+lowest:  ## run the test suite with the lowest versions that pyproject.toml allows
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint constraints-lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python -m pytest -n 2 --dist loadfile
 
 lint: install  ## ruff, and mypy over the public functions
 	$(BIN)/ruff check .

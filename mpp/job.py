@@ -30,6 +30,8 @@ from mpp.sources import Source
 from mpp.train import measure, train
 from mpp.wiring import HeldOut
 
+_SAME_SIGNAL_SECONDS = 2.0
+
 
 @dataclass(frozen=True)
 class Job:
@@ -241,16 +243,21 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of dying of them; a second one acts as usual."""
+    """Collects Ctrl-C and SIGTERM instead of dying of them; Ctrl-C again, after a moment, ends at once.
+
+    A moment, because launchers pass on to every process the signal that the whole group has had already.
+    """
     received: list[int] = []
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    first = math.inf
 
     def receive(number: int, _: Any) -> None:
+        nonlocal first
+        if number == signal.SIGINT and time.monotonic() > first + _SAME_SIGNAL_SECONDS:
+            raise KeyboardInterrupt
+        first = min(first, time.monotonic())
         received.append(number)
-        signal.signal(number, before[number])
 
-    for number in before:
-        signal.signal(number, receive)
+    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:

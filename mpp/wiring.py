@@ -25,6 +25,10 @@ Pixels = tuple[float, ...]  # of each channel
 
 
 def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
+    """The processes of a run, in the recipe's precision; a barrier.
+
+    Raises UserError where the launcher is set up for anything but plain data parallelism.
+    """
     precision = {"fp32": "no", "bf16": "bf16"}[recipe.runtime.precision]
     AcceleratorState._reset_state()  # runs of one process may differ in precision; the process group stays
     accelerator = Accelerator(
@@ -35,6 +39,7 @@ def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
         raise UserError(f"the launcher is set up for {kind}; use plain data parallelism (`accelerate config`)")
+    accelerator.wait_for_everyone()  # all have looked into the run's folder; the first may now write there
     told = os.environ.get("ACCELERATE_MIXED_PRECISION", precision)
     launcher = "" if told == precision else f", whatever the launcher says: {told}"
     count = accelerator.num_processes

@@ -186,7 +186,7 @@ def wait_for_steps(output, steps):
 )
 def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, processes):
     path = tiny(
-        model__dropout=0.1, optim__steps=60, runtime__save_every=6, runtime__log_every=2, runtime__workers=1,
+        model__dropout=0.1, optim__steps=120, runtime__save_every=6, runtime__log_every=2, runtime__workers=1,
         runtime__micro_batch=4,
     )  # fmt: skip
     straight = command(PRETRAIN, "--recipe", path, "--output", tmp_path / "straight", processes=processes)
@@ -204,7 +204,7 @@ def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, pro
     one, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "broken")
     assert all(torch.equal(one[name], other[name]) for name in one)
     steps = [record["step"] for record in lines(tmp_path / "broken" / "metrics.jsonl")]
-    assert steps == list(range(2, 61, 2))
+    assert steps == list(range(2, 121, 2))
     losses = [
         [record["loss"] for record in lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "broken")
     ]

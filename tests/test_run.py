@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import signal
 
 import numpy as np
 import pytest
@@ -199,6 +201,19 @@ def test_a_continued_run_equals_the_uninterrupted_one_bit_for_bit(tiny, tmp_path
     pretrain(path, tmp_path / "broken")
     assert same(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
     assert records(tmp_path / "straight", *TIMES) == records(tmp_path / "broken", *TIMES)
+
+
+def test_signals_stop_once_and_only_a_later_ctrl_c_ends_at_once(monkeypatch):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with job._stop_signals() as received:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # as a launcher passes them on
+            os.kill(os.getpid(), number)
+        assert received == [signal.SIGTERM, signal.SIGINT, signal.SIGTERM]
+        monkeypatch.setattr(job, "_SAME_SIGNAL_SECONDS", -1.0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_metrics_after_the_checkpoint_are_dropped_and_a_half_line_too(tiny, tmp_path):
