@@ -355,7 +355,8 @@ def _report(
             "",
             "Crops of 32 x 32 pixels of ten photographs; the question is which photograph a crop comes from. Training "
             "and test crops share no pixel. These are real colours and textures, and the pipeline's learning shows on "
-            "them; it is not object recognition, and says nothing about accuracies on ImageNet.",
+            "them; it is not object recognition, and says nothing about accuracies on ImageNet. Labels are few on "
+            "purpose, and so are the steps: the recipe `mpp_demo_long` pre-trains the same encoder for longer.",
             "",
         ]
     for arm in arms:

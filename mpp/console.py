@@ -57,8 +57,8 @@ class Console:
             self._advance(images_a_step)
 
     def skip(self, images: int) -> None:
-        """Takes out of the series what an earlier call had already done."""
-        self.total -= images
+        """Takes out of a series what an earlier call had already done."""
+        self.total = max(self.total - images, 0)
         if self.whole is not None:
             self.whole.total = self.total
             self.whole.refresh()
