@@ -76,8 +76,9 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
     screen = console.Console(sum(map(wiring.planned_images, [*recipes, *tunings.values()])))
     processes = wiring.start_processes(next(iter(tunings.values())), console.Console(quiet=True))
     if processes.is_main_process:  # the others have looked into the folder before they got here
-        (output / "figures").mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         config.save(plan, output / "config.yaml")
+        (output / "figures").mkdir(exist_ok=True)
     parts, part = len(recipes) + len(tunings), 0
     for arm in arms:
         if arm.pretraining is not None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 
-from mpp import config, data, pictures, run_folder, wiring
+from mpp import config, data, pictures, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.files import write_text
@@ -32,15 +33,8 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
         Stopped: after a signal, with the state saved.
     """
     wiring.require_one_rate(recipe)
-    finished = run_folder.look_into(output, recipe, "pretrain", overwrite)
-    accelerator = wiring.start_processes(recipe, console)
-    wiring.micro_batches(recipe, accelerator.num_processes)
-    source = wiring.open_training(recipe, console)
-    inputs = wiring.inputs_of(recipe, source)
+    accelerator, source, inputs, finished = _begin(recipe, output, "pretrain", console, overwrite)
     if finished:
-        run_folder.require_same_inputs(output, finished["inputs"], inputs)
-        console.say(f"{output}: this run is finished; --overwrite starts it again")
-        console.skip(wiring.planned_images(recipe))
         return finished
     held_out = wiring.open_held_out(recipe, source, console)
     rows = np.arange(len(source))
@@ -60,6 +54,22 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     return _summarize(job, recipe, "pretrain", figures, figures["seconds"])
 
 
+def _begin(
+    recipe: RunConfig, output: Path, kind: str, console: Console, overwrite: bool
+) -> tuple[Accelerator, sources.Source, dict[str, str], dict[str, Any] | None]:
+    """Processes, training split, fingerprints of what is read, and the summary of a run that is finished already."""
+    finished = run_folder.look_into(output, recipe, kind, overwrite)
+    accelerator = wiring.start_processes(recipe, console)
+    wiring.micro_batches(recipe, accelerator.num_processes)
+    source = wiring.open_training(recipe, console)
+    inputs = wiring.inputs_of(recipe, source)
+    if finished:
+        run_folder.require_same_inputs(output, finished["inputs"], inputs)
+        console.say(f"{output}: this run is finished; --overwrite starts it again")
+        console.skip(wiring.planned_images(recipe))
+    return accelerator, source, inputs, finished
+
+
 def finetune(
     recipe: RunConfig, output: Path, console: Console, *, overwrite: bool = False, arm: str = ""
 ) -> list[dict[str, Any]]:
@@ -77,15 +87,8 @@ def finetune(
     wiring.require_supervised(recipe)
     rates = recipe.optim.learning_rate
     rates = rates if isinstance(rates, tuple) else (rates,)
-    finished = run_folder.look_into(output, recipe, "finetune", overwrite)
-    accelerator = wiring.start_processes(recipe, console)
-    wiring.micro_batches(recipe, accelerator.num_processes)
-    source = wiring.open_training(recipe, console)
-    inputs = wiring.inputs_of(recipe, source)
+    accelerator, source, inputs, finished = _begin(recipe, output, "finetune", console, overwrite)
     if finished:
-        run_folder.require_same_inputs(output, finished["inputs"], inputs)
-        console.say(f"{output}: this fine-tuning is finished; --overwrite starts it again")
-        console.skip(wiring.planned_images(recipe))
         return json.loads((output / "results.json").read_text())
     classes = wiring.classes_of(source, recipe)
     test = wiring.open_test(recipe, source, console)
