@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from mpp import config, data, pictures, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
-from mpp.files import write_text
+from mpp.files import read_json, write_text
 from mpp.job import Job, measure_rows, run_loop
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
@@ -161,15 +161,17 @@ def _try_rate(job: Job) -> dict[str, Any]:
     """Held-out loss and accuracy of one learning rate; kept, so that it is not tried again."""
     done = job.folder / "summary.json"
     if done.is_file():
+        numbers = read_json(done)
+        run_folder.require_same_inputs(job.folder.parent.parent, numbers["inputs"], job.inputs)
         job.console.skip(wiring.planned_images(job.recipe))
-        return json.loads(done.read_text())
+        return numbers
     assert job.held_out is not None
     if job.accelerator.is_main_process:
         job.folder.mkdir(parents=True, exist_ok=True)
     job.accelerator.wait_for_everyone()
     began = time.monotonic()
     title = f"learning rate {job.recipe.optim.learning_rate:g}"
-    numbers: dict[str, Any] = {"diverged": True}
+    numbers = {"diverged": True}
     try:
         run_loop(dataclasses.replace(job, held_out=None), title, lines=False)
         measured = measure_rows(job, job.held_out)
@@ -177,7 +179,7 @@ def _try_rate(job: Job) -> dict[str, Any]:
             numbers = {**measured, "diverged": False}
     except Diverged:
         pass
-    numbers["seconds"] = round(time.monotonic() - began, 1)
+    numbers |= {"seconds": round(time.monotonic() - began, 1), "inputs": job.inputs}
     job.accelerator.free_memory()
     if job.accelerator.is_main_process:
         shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 
 import numpy as np
@@ -315,6 +316,19 @@ def test_an_init_that_changed_is_noticed(tiny, tmp_path):
         finetune(tiny(), tmp_path / "tune", *options)
 
 
+def test_a_sweep_that_continues_notices_a_changed_init(tiny, tmp_path):
+    pretrain(tiny(), tmp_path / "pre")
+    options = [f"init={tmp_path / 'pre'}", "optim.learning_rate=[0.01, 0.1]"]
+    finetune(tiny(), tmp_path / "tune", *options)
+    shutil.rmtree(tmp_path / "tune" / "checkpoints")  # as if stopped between the sweep and the final training
+    (tmp_path / "tune" / "summary.json").unlink()
+    pretrain(tiny(), tmp_path / "pre", "seed=1", overwrite=True)
+    with pytest.raises(
+        UserError, match=r"tune holds a run of the same recipe, but what it read has changed since \(init\)"
+    ):
+        finetune(tiny(), tmp_path / "tune", *options)
+
+
 def test_runs_of_different_precision_in_one_process(tiny, tmp_path):
     for precision in ("bf16", "fp32", "bf16"):
         pretrain(tiny(), tmp_path / f"{precision}", f"runtime.precision={precision}")
@@ -331,8 +345,6 @@ def test_accumulation_told_by_the_environment_changes_nothing(tiny, tmp_path, mo
 
 def test_a_run_without_a_checkpoint_says_that_it_starts_again(tiny, tmp_path, capsys):
     pretrain(tiny(), tmp_path / "run")
-    import shutil
-
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "summary.json").unlink()
     pretrain(tiny(), tmp_path / "run")
