@@ -19,7 +19,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import numpy as np
 
-from mpp import checkpoint, command_line, config, console, pictures, probe, run, sources, wiring
+from mpp import checkpoint, command_line, config, console, pictures, probe, run, wiring
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
 from mpp.model import encoder_of, load_encoder
@@ -172,19 +172,19 @@ def _frozen(
 ) -> list[Record]:
     """Linear classifiers on frozen features and raw pixels, on the labelled images that the seed draws."""
     recipe = next(iter(tunings.values()))
-    train = sources.open_source(recipe.data.source, recipe.data.train_split)
-    test = sources.open_source(recipe.data.source, recipe.data.eval_split)
+    train = wiring.open_split(recipe, recipe.data.train_split)
+    test = wiring.open_split(recipe, recipe.data.eval_split)
     fit_rows, choice_rows = wiring.labelled_rows(recipe, train)
     parts = [(train, fit_rows), (train, choice_rows), (test, np.arange(len(test)))]
+    view = wiring.view_of(recipe)
     labels = [np.asarray(source.labels)[rows] for source, rows in parts]
-    size = recipe.data.image_size
 
     def accuracy(features: list[np.ndarray]) -> float:
         return probe.linear_accuracy(*zip(features, labels, strict=True))
 
     def of_encoder(tuning: config.RunConfig) -> float:
         encoder, mean, std = wiring.frozen_encoder(tuning)
-        return accuracy([probe.patch_means(encoder, source, rows, size, mean, std) for source, rows in parts])
+        return accuracy([probe.patch_means(encoder, source, rows, view, mean, std) for source, rows in parts])
 
     def record(arm: str, metric: str, value: float, init: str) -> Record:
         return {
@@ -203,7 +203,7 @@ def _frozen(
         value = of_encoder(dataclasses.replace(recipe, init="scratch"))
         found.append(record("random_encoder", "linear_probe_accuracy", value, "scratch"))
     if "raw_pixels" in baselines:
-        flat = [probe.pixels(source, rows, size).reshape(len(rows), -1) for source, rows in parts]
+        flat = [probe.pixels(source, rows, view).reshape(len(rows), -1) for source, rows in parts]
         value = accuracy([some.astype(np.float32) for some in flat])
         found.append(record("raw_pixels", "linear_probe_accuracy", value, "none"))
     if "chance" in baselines:

@@ -31,12 +31,24 @@ class DataConfig:
     """Which images, and how they are cut.
 
     Attributes:
-        source: demo, folder:PATH, hub:NAME[@REVISION] or synthetic:N.
+        source: demo, folder:PATH, hub:NAME[@REVISION], parquet:GLOB, wds:GLOB or synthetic:N.
         train_split: the split that is trained on.
         eval_split: held-out images; in fine-tuning the test split, read once at the end.
+        image_column: where the source has columns, the one with the images; null for the only one that can be.
+        label_column: the same for the labels.
         image_size: side of the square that the model sees, in pixels.
-        crop_area: smallest and largest share of the image's area that a training crop takes.
+        crop: how training cuts an image. inception: a random part of its area, stretched to the square;
+            square: resized to a square of `resize`, and a random place in it; short_side: the same with the
+            short side resized.
+        crop_area: smallest and largest share of the image's area that an inception crop takes.
         flip: whether training crops are mirrored at random.
+        eval_crop: how evaluation cuts it. whole: nothing is cut, the image is stretched to the square;
+            center: the short side is resized to `resize`, and the middle is taken.
+        resize: side in pixels before the cut, for every crop but inception and whole.
+        shuffle_shards: files of a source in shards whose images are shuffled among each other.
+        on_error: at an image that can't be read. stop: with its name; replace: take another that the seed
+            draws, and list it in `broken.jsonl`.
+        max_broken: different broken images after which a run stops all the same.
         per_class: labelled training images of each class to use, chosen by the seed; null for all.
         holdout: share of each training class on which fine-tuning chooses its learning rate.
     """
@@ -44,9 +56,17 @@ class DataConfig:
     source: str
     train_split: str = "train"
     eval_split: str = "validation"
+    image_column: str | None = None
+    label_column: str | None = None
     image_size: int = 224
+    crop: Literal["inception", "square", "short_side"] = "inception"
     crop_area: tuple[float, float] = (0.05, 1.0)
     flip: bool = True
+    eval_crop: Literal["whole", "center"] = "whole"
+    resize: int | None = None
+    shuffle_shards: int = 8
+    on_error: Literal["stop", "replace"] = "stop"
+    max_broken: int = 100
     per_class: int | None = None
     holdout: float = 0.01
 
@@ -129,6 +149,8 @@ class RuntimeConfig:
     Attributes:
         micro_batch: images of one forward pass on one process; the rest is accumulation.
         workers: loader processes for each training process, or auto.
+        cache_gb: room on disk for images that have to be fetched or unpacked before they can be read by
+            row (Parquet files, files that lie elsewhere), in GB; in `mpp` of XDG_CACHE_HOME, or of ~/.cache.
         precision: fp32 or bf16; decides, whatever the launcher says.
         log_every, eval_every, save_every: in steps; 0 for only at the end.
         keep: newest checkpoints that stay on disk.
@@ -137,6 +159,7 @@ class RuntimeConfig:
 
     micro_batch: int = 128
     workers: int | Literal["auto"] = "auto"
+    cache_gb: float = 20.0
     precision: Literal["fp32", "bf16"] = "fp32"
     log_every: int = 50
     eval_every: int = 0
@@ -246,6 +269,17 @@ def check_run(config: RunConfig) -> None:
         ),
         (data.image_size > 0, f"data.image_size={data.image_size} must be positive"),
         (0 < smallest <= largest <= 1, f"data.crop_area={list(data.crop_area)} must rise within (0, 1]"),
+        (
+            (data.resize is None) == (data.crop == "inception" and data.eval_crop == "whole"),
+            f"data.resize={data.resize} goes with data.crop=square or short_side or data.eval_crop=center, and only "
+            f"with them (here: {data.crop}, {data.eval_crop})",
+        ),
+        (
+            data.resize is None or data.resize >= data.image_size,
+            f"data.resize={data.resize} must not be smaller than data.image_size={data.image_size}, cut out of it",
+        ),
+        (data.shuffle_shards > 0, f"data.shuffle_shards={data.shuffle_shards} must be positive"),
+        (data.max_broken >= 0, f"data.max_broken={data.max_broken} must not be negative"),
         (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
         (0 <= data.holdout < 1, f"data.holdout={data.holdout} must lie in [0, 1)"),
         *[
@@ -281,6 +315,7 @@ def check_run(config: RunConfig) -> None:
             runtime.workers == "auto" or runtime.workers >= 0,
             f"runtime.workers={runtime.workers} must be auto or not negative",
         ),
+        (runtime.cache_gb > 0, f"runtime.cache_gb={runtime.cache_gb} must be positive"),
         (runtime.log_every > 0, f"runtime.log_every={runtime.log_every} must be positive"),
         (runtime.eval_every >= 0, f"runtime.eval_every={runtime.eval_every} must not be negative"),
         (

@@ -2,57 +2,99 @@
 
 Everything random about a sample is a function of (seed, epoch, index), so neither workers nor
 processes nor a resume can change what a step reads.
+
+python mpp/data.py check SOURCE  reads a source once and reports what is in it.
 """
 
+import multiprocessing
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__" and not __package__:  # run as a file: the repository's root takes this folder's place
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mpp import draws
+from mpp.decoding import Box, Picture, mirror, resize
 from mpp.errors import ImageError, UserError
+from mpp.order import Order
 from mpp.sources import Source
 
 CROP_RATIO = (3 / 4, 4 / 3)  # Inception-style crop, as in the ViT paper's code
 _CROP_ATTEMPTS = 10
+_REPLACEMENTS = 20  # samples that are tried in the place of a broken one
 
 PerSample = Callable[[int, int], Mapping[str, np.ndarray]]
+Broken = tuple[int, str]  # a row and what is wrong with it
 
 
-def training_crop(
-    picture: Image.Image, size: int, area: tuple[float, float], flip: bool, raw: np.ndarray
-) -> np.ndarray:
-    """An Inception-style random crop, resized once by a bilinear filter, and mirrored half of the time.
+@dataclass(frozen=True)
+class View:
+    """How a picture becomes the square that the model sees; always uint8, resized by one filter.
 
-    Args:
-        picture: RGB.
-        size: side of the result in pixels.
-        area: smallest and largest share of the picture's area.
-        raw: the sample's random words, `crop_words()` of them.
-
-    Returns:
-        uint8 [size, size, 3].
-
-    Source: ViT paper's code; area 5 % to 100 %, aspect 3/4 to 4/3.
+    Attributes:
+        image_size: side of the square in pixels.
+        crop: how training cuts it. inception: a random part of the area, stretched to the square (the ViT
+            paper's code); square: the whole resized to a square of `resize`, and a random place in it
+            (BiT); short_side: the same with the short side resized (big_vision).
+        area: smallest and largest share of the picture's area, of inception.
+        flip: whether training mirrors half of the samples.
+        eval_crop: how evaluation does. whole: the whole picture stretched to the square (the ViT paper's
+            code); center: the short side resized to `resize`, and the middle of it (big_vision).
+        resize: side in pixels before the cut, for all but inception and whole.
     """
-    chance = draws.uniforms(raw)
-    box = _crop_box(picture.width, picture.height, area, chance[1:])
-    pixels = np.asarray(picture.resize((size, size), Image.Resampling.BILINEAR, box=box))
-    return np.ascontiguousarray(pixels[:, ::-1]) if flip and chance[0] < 0.5 else pixels
+
+    image_size: int
+    crop: Literal["inception", "square", "short_side"] = "inception"
+    area: tuple[float, float] = (0.05, 1.0)
+    flip: bool = True
+    eval_crop: Literal["whole", "center"] = "whole"
+    resize: int | None = None
+
+    def train(self, picture: Picture, raw: np.ndarray) -> np.ndarray:
+        """One random crop, uint8 [image_size, image_size, 3], from `crop_words()` random words."""
+        chance = draws.uniforms(raw)
+        if self.crop == "inception":
+            box = _crop_box(picture.width, picture.height, self.area, chance[1:])
+            pixels = resize(picture.region(box), self.image_size, self.image_size)
+        else:
+            pixels = _cut(self._before_cut(picture, self.crop == "square"), self.image_size, chance[1], chance[2])
+        return mirror(pixels) if self.flip and chance[0] < 0.5 else pixels
+
+    def evaluate(self, picture: Picture) -> np.ndarray:
+        """The crop that evaluation takes, uint8 [image_size, image_size, 3]."""
+        if self.eval_crop == "whole":
+            return whole_image(picture, self.image_size)
+        return _cut(self._before_cut(picture, False), self.image_size, 0.5, 0.5)
+
+    def _before_cut(self, picture: Picture, square: bool) -> np.ndarray:
+        assert self.resize is not None and self.resize >= self.image_size
+        scale = self.resize / min(picture.width, picture.height)
+        height = self.resize if square else max(round(picture.height * scale), self.resize)
+        width = self.resize if square else max(round(picture.width * scale), self.resize)
+        return resize(picture.region((0, 0, picture.width, picture.height)), height, width)
+
+
+def _cut(pixels: np.ndarray, size: int, down: float, right: float) -> np.ndarray:
+    """A square at a share of the free way down and to the right, each in [0, 1)."""
+    top, left = int(down * (pixels.shape[0] - size + 1)), int(right * (pixels.shape[1] - size + 1))
+    return np.ascontiguousarray(pixels[top : top + size, left : left + size])
 
 
 def crop_words() -> int:
-    """Random words that `training_crop` needs."""
+    """Random words that a training crop needs."""
     return 1 + 4 * _CROP_ATTEMPTS
 
 
-def _crop_box(width: int, height: int, area: tuple[float, float], chance: np.ndarray) -> tuple[int, int, int, int]:
+def _crop_box(width: int, height: int, area: tuple[float, float], chance: np.ndarray) -> Box:
     low, high = np.log(CROP_RATIO)
     for u in chance.reshape(_CROP_ATTEMPTS, 4):
         pixels = width * height * (area[0] + (area[1] - area[0]) * u[0])
@@ -67,9 +109,9 @@ def _crop_box(width: int, height: int, area: tuple[float, float], chance: np.nda
     return left, top, left + w, top + h
 
 
-def whole_image(picture: Image.Image, size: int) -> np.ndarray:
+def whole_image(picture: Picture, size: int) -> np.ndarray:
     """The whole picture resized to a square, bilinear, as the ViT paper's code evaluates; uint8 [size, size, 3]."""
-    return np.array(picture.resize((size, size), Image.Resampling.BILINEAR))
+    return resize(picture.region((0, 0, picture.width, picture.height)), size, size)
 
 
 def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
@@ -121,42 +163,69 @@ def labelled_rows(source: Source, seed: int, per_class: int | None, holdout: flo
     )
 
 
-def read_order(step: int, batch_size: int, micro_batch: int, processes: int, process: int) -> Iterator[list[int]]:
-    """Places in the endless stream of samples that one process reads in one step, a list a micro-batch.
+def read_order(step: int, batch_size: int, micro_batch: int, processes: int, process: int) -> Iterator[np.ndarray]:
+    """Places in the endless stream of samples that one process reads in one step, an array a micro-batch.
 
     Step s of the run reads places s * batch_size and on, whatever the number of processes.
     """
     for start in range(0, batch_size, micro_batch * processes):
         first = step * batch_size + start + process * micro_batch
-        yield list(range(first, first + micro_batch))
+        yield np.arange(first, first + micro_batch)
+
+
+def held_out_order(count: int, micro_batch: int, processes: int, process: int) -> Iterator[list[int]]:
+    """Which of `count` samples one process reads, a list a batch: each sample once over all processes."""
+    mine = range(process, count, processes)
+    for start in range(0, len(mine), micro_batch):
+        yield list(mine[start : start + micro_batch])
 
 
 @dataclass(frozen=True)
 class TrainingSamples(Dataset):
-    """Augmented samples by their place in the endless stream of a run.
+    """Augmented samples by (epoch, place among the rows).
 
     Attributes:
-        rows: int64, the rows of the source that are trained on.
+        rows: the rows of the source that are trained on, rising; a range where they are all.
+        labels: of the source's rows; None where they are not needed.
         per_sample: (epoch, index) -> what the objective adds to a sample.
+        replace: whether a broken image is replaced by another, which the seed draws.
+        window: shards that are shuffled together.
     """
 
     source: Source
-    rows: np.ndarray
+    rows: Sequence[int] | np.ndarray
     seed: int
-    image_size: int
-    crop_area: tuple[float, float]
-    flip: bool
+    view: View
     per_sample: PerSample
+    labels: np.ndarray | None = None
+    replace: bool = False
+    window: int = 1
 
-    def __getitem__(self, place: int) -> dict[str, Any] | ImageError:
-        epoch, place_in_epoch = divmod(place, len(self.rows))
-        index = int(self.rows[draws.order(self.seed, epoch, len(self.rows))[place_in_epoch]])
+    def order(self) -> Order:
+        starts = self.source.starts
+        if not isinstance(self.rows, range):  # of the rows that are used, by shard
+            starts = np.searchsorted(np.asarray(self.rows), starts)
+        return Order(self.seed, starts, self.window)
+
+    def __getitem__(self, key: tuple[int, int]) -> dict[str, Any] | UserError:
+        epoch, place = key
+        index = int(self.rows[place])
         raw = draws.words(self.seed, "augment", epoch, index, crop_words())
+        extra = self.per_sample(epoch, index)
+        broken: list[Broken] = []
+        for row in (index, *self._replacements(epoch, index)):
+            sample = _sample(self.source, row, lambda picture: self.view.train(picture, raw), self.labels, extra)
+            if not isinstance(sample, UserError):
+                return {**sample, "broken": broken}
+            if not self.replace or not isinstance(sample, ImageError):
+                return sample
+            broken.append((row, str(sample)))
+        return UserError(f"{broken[0][1]}. {_REPLACEMENTS} samples drawn in its place are broken, too")
 
-        def crop(picture: Image.Image) -> np.ndarray:
-            return training_crop(picture, self.image_size, self.crop_area, self.flip, raw)
-
-        return _sample(self.source, index, crop, self.per_sample(epoch, index))
+    def _replacements(self, epoch: int, index: int) -> Iterator[int]:
+        if self.replace:
+            raw = draws.words(self.seed, "replacement", epoch, index, _REPLACEMENTS)
+            yield from (int(self.rows[place]) for place in draws.below(raw, len(self.rows)))
 
 
 @dataclass(frozen=True)
@@ -164,48 +233,52 @@ class HeldOutSamples(Dataset):
     """Samples without augmentation, by their place among `rows`; the same in every epoch."""
 
     source: Source
-    rows: np.ndarray
-    image_size: int
+    rows: Sequence[int] | np.ndarray
+    view: View
     per_sample: PerSample
+    labels: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, place: int) -> dict[str, Any] | ImageError:
+    def __getitem__(self, place: int) -> dict[str, Any] | UserError:
         index = int(self.rows[place])
-        return _sample(
-            self.source, index, lambda picture: whole_image(picture, self.image_size), self.per_sample(0, index)
-        )
+        return _sample(self.source, index, self.view.evaluate, self.labels, self.per_sample(0, index))
 
 
 def _sample(
-    source: Source, index: int, pixels: Callable[[Image.Image], np.ndarray], extra: Mapping[str, np.ndarray]
-) -> dict[str, Any] | ImageError:
+    source: Source,
+    index: int,
+    pixels: Callable[[Picture], np.ndarray],
+    labels: np.ndarray | None,
+    extra: Mapping[str, np.ndarray],
+) -> dict[str, Any] | UserError:
     """One sample, or the error about it: torch would wrap an exception of a worker in its traceback."""
     try:
-        image = pixels(source.image(index))
-    except ImageError as error:
+        image = pixels(source.picture(index))
+    except UserError as error:
         return error
-    label = -1 if source.labels is None else int(source.labels[index])
-    return {"index": index, "images": image, "labels": label, **extra}
+    return {"index": index, "images": image, "labels": -1 if labels is None else int(labels[index]), **extra}
 
 
-def _collate(samples: list[dict[str, Any] | ImageError]) -> dict[str, Tensor] | ImageError:
+def _collate(samples: list[dict[str, Any] | UserError]) -> dict[str, Any] | UserError:
     whole: list[dict[str, Any]] = []
+    broken: list[Broken] = []
     for sample in samples:
-        if isinstance(sample, ImageError):
+        if isinstance(sample, UserError):
             return sample
+        broken += sample.pop("broken", [])
         whole.append(sample)
-    return {key: torch.from_numpy(np.stack([sample[key] for sample in whole])) for key in whole[0]}
+    return {"broken": broken} | {key: torch.from_numpy(np.stack([sample[key] for sample in whole])) for key in whole[0]}
 
 
-class _ReadOrder:
-    """A batch sampler: the lists of places that one process reads, from a step on."""
+class _Batches:
+    """A batch sampler: the lists of keys that one process reads."""
 
-    def __init__(self, batches: Callable[[], Iterator[list[int]]]) -> None:
+    def __init__(self, batches: Callable[[], Iterator[list[Any]]]) -> None:
         self.batches = batches
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         return self.batches()
 
 
@@ -220,25 +293,37 @@ def _outlive_signals(_: int) -> None:
 
 
 def load(
-    samples: Dataset, batches: Callable[[], Iterator[list[int]]], workers: int, device: torch.device
+    samples: Dataset,
+    batches: Callable[[], Iterator[list[Any]]],
+    workers: int,
+    device: torch.device,
+    found_broken: Callable[[list[Broken]], None] = lambda broken: None,
 ) -> Iterator[dict[str, Tensor]]:
     """Batches on the device: images uint8 [batch, height, width, channel], labels, index, and the objective's.
+
+    Args:
+        batches: the keys of the samples of each batch.
+        found_broken: told of every image that was replaced in a batch, before the batch is used.
 
     Raises:
         ImageError: an image can't be read.
     """
+    forks = workers > 0 and "fork" in multiprocessing.get_all_start_methods()
     loader = DataLoader(
         samples,
-        batch_sampler=_ReadOrder(batches),
+        batch_sampler=_Batches(batches),
         num_workers=workers,
         collate_fn=_collate,
         worker_init_fn=_outlive_signals,
         generator=torch.Generator(),  # the loader would else draw from the one that dropout uses
         pin_memory=device.type == "cuda",
+        multiprocessing_context="fork" if forks else None,  # workers share the source's index with their parent
     )
     for batch in loader:
-        if isinstance(batch, ImageError):
+        if isinstance(batch, UserError):
             raise batch
+        if broken := batch.pop("broken"):
+            found_broken(broken)
         yield {key: value.to(device, non_blocking=True) for key, value in batch.items()}
 
 
@@ -253,14 +338,18 @@ def training_batches(
     process: int,
     workers: int,
     device: torch.device,
+    found_broken: Callable[[list[Broken]], None] = lambda broken: None,
 ) -> Iterator[dict[str, Tensor]]:
-    """The micro-batches of one process, from a step to the end of the run."""
+    """The micro-batches of one process, from a step to the end of the run; raises as `load`."""
+    order = samples.order()
 
-    def places() -> Iterator[list[int]]:
+    def keys() -> Iterator[list[tuple[int, int]]]:
         for step in range(first_step, steps):
-            yield from read_order(step, batch_size, micro_batch, processes, process)
+            for places in read_order(step, batch_size, micro_batch, processes, process):
+                epochs, chosen = order.at(places)
+                yield list(zip(epochs.tolist(), chosen.tolist(), strict=True))
 
-    return load(samples, places, workers, device)
+    return load(samples, keys, workers, device, found_broken)
 
 
 def held_out_batches(
@@ -272,10 +361,10 @@ def held_out_batches(
     """
     if process >= len(samples):
         return ({key: value[:0] for key, value in batch.items()} for batch in load(samples, _first, 0, device))
+    return load(samples, lambda: held_out_order(len(samples), micro_batch, processes, process), workers, device)
 
-    def places() -> Iterator[list[int]]:
-        mine = range(process, len(samples), processes)
-        for start in range(0, len(mine), micro_batch):
-            yield list(mine[start : start + micro_batch])
 
-    return load(samples, places, workers, device)
+if __name__ == "__main__":
+    from mpp.check import main
+
+    main()

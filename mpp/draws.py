@@ -4,7 +4,7 @@ Only the raw 64-bit words of Philox are used. NumPy keeps the raw stream of a se
 what its `Generator` methods make of it.
 """
 
-from functools import lru_cache
+import math
 
 import numpy as np
 
@@ -19,6 +19,8 @@ PURPOSES = {
     "step": 6,
     "demo": 7,
     "synthetic": 8,
+    "shards": 9,
+    "replacement": 10,
 }
 _LIMIT = 2**32
 
@@ -48,10 +50,43 @@ def below(raw: np.ndarray, limit: int) -> np.ndarray:
     return (uniforms(raw) * limit).astype(np.int64)
 
 
-@lru_cache(maxsize=2)  # a batch may lie across two epochs
-def order(seed: int, epoch: int, count: int) -> np.ndarray:
-    """The shuffled order of `count` samples in one epoch, int64 [count], each index once."""
-    return np.argsort(words(seed, "order", epoch, 0, count), kind="stable")
+def permuted(keys: np.ndarray, count: int, places: np.ndarray) -> np.ndarray:
+    """Where a shuffle of 0 .. count - 1 puts some places, without making the shuffle.
+
+    A Feistel network over a grid of rows and columns that is hardly larger than `count`, repeated for
+    the few places that fall outside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+
+    Args:
+        keys: uint64 words, one a round; an even number of them.
+        places: int64, each in 0 .. count - 1.
+
+    Returns:
+        int64 of the same shape; different places go to different ones.
+    """
+    columns = math.isqrt(count - 1) + 1
+    rows = -(-count // columns)
+
+    def encipher(cells: np.ndarray) -> np.ndarray:
+        row, column = np.divmod(cells, np.uint64(columns))
+        for number, key in enumerate(keys):
+            if number % 2 == 0:
+                row = (row + _mixed(column, key) % np.uint64(rows)) % np.uint64(rows)
+            else:
+                column = (column + _mixed(row, key) % np.uint64(columns)) % np.uint64(columns)
+        return row * np.uint64(columns) + column
+
+    found = encipher(places.astype(np.uint64))
+    while (outside := found >= count).any():
+        found[outside] = encipher(found[outside])
+    return found.astype(np.int64)
+
+
+def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """64 random-looking bits of each value (the finalizer of SplitMix64)."""
+    mixed = values + key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def ranked_within_class(seed: int, purpose: str, labels: np.ndarray) -> np.ndarray:

@@ -28,6 +28,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def digest(value: Any) -> str:
+    """Twelve digits of a plain value."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
 def fingerprint(path: Path) -> str:
     """Twelve digits of a file's content."""
     with path.open("rb") as file:

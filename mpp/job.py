@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ class Job:
     objective: Objective
     model: nn.Module
     source: Source
-    rows: np.ndarray
+    rows: wiring.Rows
     held_out: HeldOut | None
     classes: list[str] | None
     inputs: dict[str, str]
@@ -82,13 +81,13 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         momentum=optim.momentum,
     )
     wrapped = accelerator.prepare_model(model)
-    tally, first_step, seconds_before = Tally(), 0, 0.0
+    tally, first_step, seconds_before, replaced = Tally(), 0, 0.0, 0
     saved = checkpoint.complete(folder / "checkpoints")
     if saved:
         first_step, newest = saved[-1]
         meta = checkpoint.restore(newest, encoder=encoder, model=model, optimizer=optimizer)
         run_folder.require_same_inputs(folder, meta["inputs"], job.inputs)
-        seconds_before = meta["seconds"]
+        seconds_before, replaced = meta["seconds"], meta["replaced"]
         if accelerator.is_main_process:  # the counts are of all processes; one of them carries them on
             exact = exact_type(accelerator.device)
             tally.add(
@@ -110,10 +109,14 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         job.source,
         job.rows,
         recipe.seed,
-        recipe.data.image_size,
-        recipe.data.crop_area,
-        recipe.data.flip,
+        wiring.view_of(recipe),
         job.objective.per_sample,
+        labels=wiring.labels_of(recipe, job.source),
+        replace=recipe.data.on_error == "replace",
+        window=recipe.data.shuffle_shards,
+    )
+    broken = run_folder.BrokenImages(
+        folder, accelerator, job.console, job.source.name, recipe.data.max_broken, replaced
     )
     batches = data.training_batches(
         samples,
@@ -125,6 +128,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         process=process,
         workers=wiring.worker_count(recipe, processes),
         device=accelerator.device,
+        found_broken=broken.found,
     )
     if runtime.log_inputs:
         batches = _log_inputs(batches, folder / "inputs" / f"process_{process}.jsonl", first_step, micro_batches)
@@ -133,6 +137,8 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     def log(step: int, numbers: dict[str, float]) -> None:
         nonlocal last
         seconds = seconds_before + time.monotonic() - began
+        if recipe.data.on_error == "replace":
+            numbers["replaced"] = broken.share()
         last = {
             "step": step,
             **{name: value for name, value in numbers.items() if math.isfinite(value)},
@@ -152,6 +158,8 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
 
     def save(step: int, counts: Tally) -> None:
         totals = counts.total(lambda value: accelerator.reduce(value, "sum"))
+        if recipe.data.on_error == "replace":
+            broken.share()
         if accelerator.is_main_process:
             checkpoint.write(
                 folder / "checkpoints",
@@ -164,6 +172,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
                 meta={
                     "tally": {name: value.tolist() for name, value in totals.items()},
                     "seconds": seconds_before + time.monotonic() - began,
+                    "replaced": broken.replaced,
                     "recipe_hash": config.recipe_hash(recipe),
                     "inputs": job.inputs,
                 },
@@ -224,7 +233,9 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
 def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
     recipe, accelerator = job.recipe, job.accelerator
     source, rows = held_out
-    samples = data.HeldOutSamples(source, rows, recipe.data.image_size, job.objective.per_held_out_sample)
+    samples = data.HeldOutSamples(
+        source, rows, wiring.view_of(recipe), job.objective.per_held_out_sample, wiring.labels_of(recipe, source)
+    )
     batches = data.held_out_batches(
         samples,
         micro_batch=recipe.runtime.micro_batch,

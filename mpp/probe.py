@@ -12,17 +12,17 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from timm.models import VisionTransformer
 
-from mpp.data import normalize, whole_image
+from mpp.data import View, normalize
 from mpp.sources import Source
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation, chosen on held-out training rows
 
 
-def pixels(source: Source, rows: np.ndarray, image_size: int) -> np.ndarray:
-    """Raw pixels of some rows, uint8 [row, image_size, image_size, 3]."""
-    images = np.empty((len(rows), image_size, image_size, 3), dtype=np.uint8)
+def pixels(source: Source, rows: Sequence[int] | np.ndarray, view: View) -> np.ndarray:
+    """Raw pixels of some rows as evaluation cuts them, uint8 [row, image_size, image_size, 3]."""
+    images = np.empty((len(rows), view.image_size, view.image_size, 3), dtype=np.uint8)
     for place, row in enumerate(rows):
-        images[place] = whole_image(source.image(int(row)), image_size)
+        images[place] = view.evaluate(source.picture(int(row)))
     return images
 
 
@@ -30,8 +30,8 @@ def pixels(source: Source, rows: np.ndarray, image_size: int) -> np.ndarray:
 def patch_means(
     encoder: VisionTransformer,
     source: Source,
-    rows: np.ndarray,
-    image_size: int,
+    rows: Sequence[int] | np.ndarray,
+    view: View,
     mean: Sequence[float],
     std: Sequence[float],
     micro_batch: int = 256,
@@ -45,7 +45,7 @@ def patch_means(
     device = next(encoder.parameters()).device
     found = [np.empty((0, encoder.embed_dim), dtype=np.float32)]
     for start in range(0, len(rows), micro_batch):
-        batch = torch.from_numpy(pixels(source, rows[start : start + micro_batch], image_size)).to(device)
+        batch = torch.from_numpy(pixels(source, rows[start : start + micro_batch], view)).to(device)
         tokens = encoder.forward_features(normalize(batch, mean, std))
         found.append(tokens[:, encoder.num_prefix_tokens :].mean(1).float().cpu().numpy())
     return np.concatenate(found)

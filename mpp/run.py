@@ -37,7 +37,7 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     if finished:
         return finished
     held_out = wiring.open_held_out(recipe, source, console)
-    rows = np.arange(len(source))
+    rows: wiring.Rows = range(len(source))
     if recipe.data.per_class is not None:
         rows, _ = data.labelled_rows(source, recipe.seed, recipe.data.per_class, 0.0)
     classes = wiring.classes_of(source, recipe) if recipe.objective.name == "supervised" else None
@@ -45,7 +45,7 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     model = objective.build(encoder)
     job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs)
-    run_folder.open_folder(output, recipe, accelerator, console, overwrite)
+    run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     figures = run_loop(job, "pre-training")
     if accelerator.is_main_process:
         pictures.draw_curves(output / "figures" / "curves.png", run_folder.read_records(output))
@@ -102,7 +102,7 @@ def finetune(
 
     every_row = np.union1d(fit_rows, choice_rows)
     final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
-    run_folder.open_folder(output, recipe, accelerator, console, overwrite)
+    run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     tried: dict[str, dict[str, Any]] = {}
     if len(rates) > 1:
         for rate in rates:
@@ -118,7 +118,7 @@ def finetune(
         final = resolved(best, output, every_row, None, loud=False)
     last = run_loop(final, "fine-tuning")
     seconds = last["seconds"] + sum(numbers["seconds"] for numbers in tried.values())
-    figures = measure_rows(final, (test, np.arange(len(test))))
+    figures = measure_rows(final, (test, range(len(test))))
     chosen = final.recipe.optim.learning_rate
     console.say(f"  {arm or recipe.init}: test accuracy {figures['accuracy']:.4f} with learning rate {chosen:g}")
     results = [
@@ -207,9 +207,10 @@ def _draw_mosaic(job: Job, path: Path) -> None:
     objective, recipe = job.objective, job.recipe
     assert isinstance(objective, MaskedPatchPrediction) and job.held_out is not None
     source, rows = job.held_out
-    chosen = rows[np.linspace(0, len(rows) - 1, min(_MOSAIC_IMAGES, len(rows))).round().astype(int)]
-    images = np.stack([data.whole_image(source.image(int(row)), recipe.data.image_size) for row in chosen])
-    plans = [objective.per_held_out_sample(0, int(row)) for row in chosen]
+    evenly = np.linspace(0, len(rows) - 1, min(_MOSAIC_IMAGES, len(rows))).round().astype(int)
+    chosen = [int(rows[place]) for place in evenly]
+    images = np.stack([wiring.view_of(recipe).evaluate(source.picture(row)) for row in chosen])
+    plans = [objective.per_held_out_sample(0, row) for row in chosen]
     device = next(job.model.parameters()).device
     batch = {key: torch.from_numpy(np.stack([plan[key] for plan in plans])).to(device) for key in plans[0]}
     batch["images"] = torch.from_numpy(images).to(device)

@@ -5,12 +5,13 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 
 import mpp
 from mpp import checkpoint, config
@@ -19,7 +20,7 @@ from mpp.console import Console
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
 
-_FILES = ("config.yaml", "metrics.jsonl", "summary.json", "results.json", "report.md")
+_FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 
@@ -77,7 +78,14 @@ def require_same_inputs(output: Path, before: Mapping[str, str], now: Mapping[st
         )
 
 
-def open_folder(output: Path, recipe: RunConfig, accelerator: Accelerator, console: Console, overwrite: bool) -> None:
+def open_folder(
+    output: Path,
+    recipe: RunConfig,
+    accelerator: Accelerator,
+    console: Console,
+    overwrite: bool,
+    classes: list[str] | None = None,
+) -> None:
     """Makes the run's folder; an earlier run of the same recipe in it is continued."""
     if accelerator.is_main_process:
         if overwrite:
@@ -88,6 +96,8 @@ def open_folder(output: Path, recipe: RunConfig, accelerator: Accelerator, conso
         began_before = (output / "config.yaml").is_file()
         output.mkdir(parents=True, exist_ok=True)
         config.save(recipe, output / "config.yaml")
+        if classes:
+            write_text(output / "classes.json", json.dumps(classes, indent=0, ensure_ascii=False))
         (output / "figures").mkdir(exist_ok=True)
         unfinished = began_before and not (output / "sweep").is_dir()
         if unfinished and not checkpoint.complete(output / "checkpoints"):
@@ -105,6 +115,57 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return records
+
+
+class BrokenImages:
+    """Images that could not be read and were replaced: counted, listed in `broken.jsonl`, and limited.
+
+    Args:
+        name: of a row.
+        limit: different images after which a run stops.
+        replaced: samples that were replaced before this call of the run.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        accelerator: Accelerator,
+        console: Console,
+        name: Callable[[int], str],
+        limit: int,
+        replaced: int,
+    ) -> None:
+        self.file, self.accelerator, self.console = folder / "broken.jsonl", accelerator, console
+        self.name, self.limit, self.replaced = name, limit, replaced
+        self.new: list[tuple[int, str]] = []
+        lines = self.file.read_text().splitlines() if self.file.is_file() else []
+        self.rows = {json.loads(line)["row"] for line in lines}
+
+    def found(self, broken: Sequence[tuple[int, str]]) -> None:
+        """Rows that this process has replaced, each with what is wrong with it."""
+        self.new += broken
+
+    def share(self) -> int:
+        """Tells all processes of what each has found, and returns how many samples were replaced in all.
+
+        Raises UserError, in every process, where more different images are broken than the limit allows.
+        """
+        everywhere = gather_object(self.new)
+        self.new = []
+        self.replaced += len(everywhere)
+        fresh = {row: what for row, what in everywhere if row not in self.rows}
+        self.rows |= set(fresh)
+        if fresh and self.accelerator.is_main_process:
+            with self.file.open("a") as file:
+                for row, what in sorted(fresh.items()):
+                    file.write(json.dumps({"row": row, "name": self.name(row), "error": what}) + "\n")
+                    self.console.say(f"replaced by another image: {what}")
+        if len(self.rows) > self.limit:
+            raise UserError(
+                f"{len(self.rows)} images can't be read, more than data.max_broken={self.limit}; they are listed in "
+                f"{self.file}. Repair or remove them, or allow more"
+            )
+        return self.replaced
 
 
 def write_summary(

@@ -1,24 +1,24 @@
-"""Collections of images in a fixed order, and decoding: from a row to a picture in RGB."""
+"""Collections of images in a fixed order, addressed by row."""
 
 import hashlib
 import importlib.util
-import io
 import os
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
-from mpp import draws
+from mpp import decoding, draws, shards
+from mpp.disk_cache import DiskCache, default_folder
 from mpp.errors import ImageError, UserError
+from mpp.shards import SPLITS, Columns
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
-SPLITS = ("train", "validation", "val", "test")
+SUFFIXES = decoding.SUFFIXES
+ANY_COLUMNS = Columns()
 
 
 class Source(Protocol):
@@ -30,16 +30,23 @@ class Source(Protocol):
 
     @property
     def labels(self) -> np.ndarray | None:
-        """int64 [rows], or None."""
+        """Whole numbers [rows], or None; read when first asked for."""
 
     @property
     def fingerprint(self) -> str:
         """Equal where the same rows stand in the same order."""
 
+    @property
+    def starts(self) -> np.ndarray:
+        """First row of each shard, and the number of rows last; shuffling keeps shards together."""
+
     def __len__(self) -> int: ...
 
-    def image(self, row: int) -> Image.Image:
-        """The row's picture in RGB; raises ImageError naming the file or row that can't be read."""
+    def name(self, row: int) -> str:
+        """Of the file, or the place in it, for messages."""
+
+    def picture(self, row: int) -> decoding.Picture:
+        """Raises ImageError naming what can't be read."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +61,34 @@ class Pictures:
     def fingerprint(self) -> str:
         return hashlib.sha256(self.pixels.tobytes()).hexdigest()[:12]
 
+    @property
+    def starts(self) -> np.ndarray:
+        return np.array([0, len(self)])
+
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def image(self, row: int) -> Image.Image:
-        return Image.fromarray(self.pixels[row])
+    def name(self, row: int) -> str:
+        return f"image {row}"
+
+    def picture(self, row: int) -> decoding.Picture:
+        return decoding.Pixels(self.pixels[row])
+
+
+class Names(Sequence[str]):
+    """Texts in two arrays: workers that are forked share them, as they can't share millions of objects."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        encoded = [os.fsencode(name) for name in names]
+        self.bytes = np.frombuffer(b"".join(encoded), dtype=np.uint8)
+        self.ends = np.cumsum([len(name) for name in encoded], dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> str:  # type: ignore[override]
+        start = self.ends[row - 1] if row else 0
+        return os.fsdecode(self.bytes[start : self.ends[row]].tobytes())
 
 
 @dataclass(frozen=True)
@@ -66,47 +96,45 @@ class Folder:
     """Image files below a folder, sorted by path."""
 
     root: Path
-    files: list[str]
+    files: Sequence[str]
     classes: list[str] | None
     labels: np.ndarray | None
+    fingerprint: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        names = hashlib.sha256("\n".join(self.files).encode(errors="surrogateescape")).hexdigest()[:12]
+        object.__setattr__(self, "fingerprint", names)
+        object.__setattr__(self, "files", Names(self.files))
 
     @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256("\n".join(self.files).encode()).hexdigest()[:12]
+    def starts(self) -> np.ndarray:
+        return np.array([0, len(self)])
 
     def __len__(self) -> int:
         return len(self.files)
 
-    def image(self, row: int) -> Image.Image:
-        return _read_image(self.root / self.files[row], str(self.root / self.files[row]))
+    def name(self, row: int) -> str:
+        return str(self.root / self.files[row])
+
+    def encoded(self, row: int) -> bytes:
+        try:
+            with open(self.name(row), "rb", buffering=0) as file:
+                return file.read()
+        except OSError as error:
+            raise ImageError(f"{self.name(row)} can't be read: {error.strerror}; repair or remove it") from None
+
+    def picture(self, row: int) -> decoding.Picture:
+        return decoding.open_picture(self.encoded(row), self.name(row))
 
 
-@dataclass(frozen=True)
-class HubRows:
-    """Rows of a Hugging Face data set; images stay encoded until they are asked for."""
-
-    rows: Any
-    name: str
-    image_column: str
-    classes: list[str] | None
-    labels: np.ndarray | None
-    fingerprint: str
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def image(self, row: int) -> Image.Image:
-        cell = self.rows[row][self.image_column]
-        encoded = io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"]
-        return _read_image(encoded, f"{self.name} row {row}")
-
-
-def open_source(source: str, split: str) -> Source:
+def open_source(source: str, split: str, columns: Columns = ANY_COLUMNS, cache_gb: float = 20.0) -> Source:
     """One split of a source.
 
     Args:
-        source: demo, folder:PATH, hub:NAME[@REVISION] or synthetic:N.
+        source: one of SOURCE_FORMS.
         split: its name in the source.
+        columns: where images and labels stand, for sources that have columns.
+        cache_gb: room on disk for what has to be fetched or unpacked, in GB.
 
     Raises:
         UserError: no such kind of source, path or split, or no image in it.
@@ -114,17 +142,20 @@ def open_source(source: str, split: str) -> Source:
     kind, _, argument = source.partition(":")
     if kind not in SOURCES or (argument == "") != (kind == "demo"):
         raise UserError(f"data.source={source}: no source of that form; there are {', '.join(SOURCE_FORMS)}")
-    opened = SOURCES[kind](argument, split)
+    cache = DiskCache(default_folder() / "cells", int(cache_gb * 1e9))
+    opened = SOURCES[kind](argument, split, columns, cache)
     if len(opened) == 0:
         raise UserError(f"data.source={source}: split {split} holds no image ({', '.join(SUFFIXES)})")
     return opened
 
 
 def has_held_out_split(source: str, train_split: str, eval_split: str) -> bool:
-    """Whether the source has any split beside the training split; a folder may hold training images alone."""
+    """Whether the source has any split beside the training split; a folder or a glob may hold that one alone."""
     kind, _, argument = source.partition(":")
     names = {*SPLITS, eval_split} - {train_split}
-    return kind != "folder" or any((Path(argument).expanduser() / name).is_dir() for name in names)
+    if kind == "folder":
+        return any((Path(argument).expanduser() / name).is_dir() for name in names)
+    return kind not in ("parquet", "wds") or any(shards.names_a_split(argument, name) for name in names)
 
 
 # ---------------------------------------------------------------- the sources
@@ -145,8 +176,12 @@ DEMO_PICTURES = {
 _DEMO_FIT, _DEMO_CELL, _DEMO_CROP, _DEMO_CROPS = 640, 64, 32, 600
 
 
+def _demo(_: str, split: str, __: Columns, ___: DiskCache) -> Source:
+    return demo(split)
+
+
 @lru_cache(maxsize=2)
-def _demo(_: str, split: str) -> Source:
+def demo(split: str) -> Pictures:
     """Crops of ten photographs that scikit-image and scikit-learn carry; the label is the photograph.
 
     Each picture is shrunk to fit 640 x 640 and divided into cells of 64 x 64; the cell in row i and
@@ -157,7 +192,7 @@ def _demo(_: str, split: str) -> Source:
         raise UserError(f"data.source=demo has the splits train and validation, not {split}")
     crops, labels = [], []
     for label, file in enumerate(DEMO_PICTURES.values()):
-        picture = _read_image(_installed(file), file)
+        picture = decoding.read_rgb(_installed(file), file)
         picture.thumbnail((_DEMO_FIT, _DEMO_FIT), Image.Resampling.LANCZOS)
         pixels = np.asarray(picture)
         rows, columns = pixels.shape[0] // _DEMO_CELL, pixels.shape[1] // _DEMO_CELL
@@ -183,7 +218,7 @@ def _installed(file: str) -> Path:
     return path
 
 
-def _synthetic(argument: str, split: str) -> Source:
+def _synthetic(argument: str, split: str, _: Columns, __: DiskCache) -> Source:
     """Smooth colour fields of 64 x 64 in ten classes that differ in the colour of the upper left."""
     if not argument.isdigit() or int(argument) == 0:
         raise UserError(f"data.source=synthetic:{argument}: give a positive number of images, as in synthetic:64")
@@ -193,13 +228,13 @@ def _synthetic(argument: str, split: str) -> Source:
     pixels = np.empty((count, 64, 64, 3), dtype=np.uint8)
     for index in range(count):
         raw = draws.words(0, "synthetic", SPLITS.index(split), index, 48)
-        field = draws.below(raw, 256).astype(np.uint8).reshape(4, 4, 3)
-        field[:2, :2] = np.array([25 * (index % classes), 250 - 25 * (index % classes), 128])
-        pixels[index] = np.asarray(Image.fromarray(field).resize((64, 64), Image.Resampling.BICUBIC))
+        colors = draws.below(raw, 256).astype(np.uint8).reshape(4, 4, 3)
+        colors[:2, :2] = np.array([25 * (index % classes), 250 - 25 * (index % classes), 128])
+        pixels[index] = np.asarray(Image.fromarray(colors).resize((64, 64), Image.Resampling.BICUBIC))
     return Pictures(pixels, [f"class {label}" for label in range(classes)], np.arange(count) % classes)
 
 
-def _folder(argument: str, split: str) -> Source:
+def _folder(argument: str, split: str, _: Columns, __: DiskCache) -> Source:
     """Files below PATH/SPLIT, or below PATH where it has no folder of a split's name.
 
     The folders directly below give the classes, if every image lies in one.
@@ -217,7 +252,7 @@ def _folder(argument: str, split: str) -> Source:
             )
         root = path
     files = sorted(
-        str(Path(folder, name).relative_to(root))
+        os.path.join(folder[len(str(root)) + 1 :], name)
         for folder, names in _walk(root)
         for name in names
         if name.lower().endswith(SUFFIXES) and not name.startswith(".")
@@ -227,7 +262,7 @@ def _folder(argument: str, split: str) -> Source:
     tops = [file.split(os.sep, 1)[0] for file in files]
     classes = sorted(set(tops))
     numbers = {name: number for number, name in enumerate(classes)}
-    return Folder(root, files, classes, np.array([numbers[top] for top in tops]))
+    return Folder(root, files, classes, np.array([numbers[top] for top in tops], dtype=np.int32))
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
@@ -246,73 +281,13 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
         yield folder, names
 
 
-def _hub(argument: str, split: str) -> Source:
-    """A data set of the Hugging Face hub, or a local copy of one, with random access."""
-    import datasets
-
-    name, _, revision = argument.partition("@")
-    try:
-        rows = datasets.load_dataset(name, split=split, revision=revision or None)
-    except Exception as error:  # the library raises many kinds, all of which mean: not to be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"data.source=hub:{argument}: split {split} can't be loaded: {reason}") from None
-    images = [column for column, kind in rows.features.items() if isinstance(kind, datasets.Image)]
-    if not images:
-        raise UserError(f"data.source=hub:{argument}: no column of images; the columns are {list(rows.features)}")
-    named = [column for column, kind in rows.features.items() if isinstance(kind, datasets.ClassLabel)]
-    if len(images) > 1 or len(named) > 1:
-        raise UserError(
-            f"data.source=hub:{argument}: which columns are meant is not clear (images: {images}, labels: {named}); "
-            "make a copy with one of each"
-        )
-    classes = rows.features[named[0]].names if named else None
-    labels = np.asarray(rows[named[0]][:]) if named else None
-    if labels is not None and (labels < 0).any():  # a test split whose labels are withheld
-        classes = labels = None
-    fingerprint = rows._fingerprint
-    rows = rows.select_columns(images[:1]).cast_column(images[0], datasets.Image(decode=False))
-    return HubRows(rows, f"hub:{argument} {split}", images[0], classes, labels, fingerprint)
-
-
-SOURCES: dict[str, Callable[[str, str], Source]] = {
+# Each takes what follows the colon, the split, the columns, and a cache for what can't be read in place.
+SOURCES: dict[str, Callable[[str, str, Columns, DiskCache], Source]] = {
     "demo": _demo,
     "folder": _folder,
-    "hub": _hub,
+    "hub": shards.open_hub,
+    "parquet": shards.open_parquet,
+    "wds": shards.open_tar,
     "synthetic": _synthetic,
 }
-SOURCE_FORMS = ("demo", "folder:PATH", "hub:NAME[@REVISION]", "synthetic:N")
-
-
-# ---------------------------------------------------------------- decoding
-
-
-def _read_image(file: Any, name: str) -> Image.Image:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # malformed metadata that the pixels do not need
-            with Image.open(file) as picture:
-                picture.load()
-                return to_rgb(picture)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} can't be read as an image: {error}; repair or remove it") from None
-
-
-def to_rgb(picture: Image.Image) -> Image.Image:
-    """The picture as it is meant to be seen, in 8-bit RGB.
-
-    EXIF orientation is applied, unless the metadata is malformed; 16-bit grey keeps its upper byte;
-    transparency is laid over white. Raises ValueError where the range of the pixels is not known.
-    """
-    try:
-        picture = ImageOps.exif_transpose(picture)
-    except Exception:  # Pillow raises many kinds on malformed metadata, none of which spoils the pixels
-        pass
-    if picture.mode in ("I", "F"):
-        raise ValueError("its 32-bit pixels have no known range; save it with 8 or 16 bits")
-    if picture.mode.startswith("I;16"):
-        picture = Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8))
-    if picture.has_transparency_data:
-        picture = picture.convert("RGBA")
-        white = Image.new("RGBA", picture.size, "white")
-        return Image.alpha_composite(white, picture).convert("RGB")
-    return picture.convert("RGB")
+SOURCE_FORMS = ("demo", "folder:PATH", "hub:NAME[@REVISION]", "parquet:GLOB", "wds:GLOB", "synthetic:N")

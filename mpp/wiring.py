@@ -11,16 +11,18 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
-from mpp import checkpoint, config, cost, data, files, sources
+from mpp import checkpoint, config, cost, data, decoding, files, sources
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
 from mpp.model import PIXEL_MEAN, PIXEL_STD, build_encoder, load_encoder, patch_of, set_pixel_statistics
 from mpp.objectives import OBJECTIVES, MaskedPatchPrediction, Objective, Supervised
 from mpp.patches import grid_size
+from mpp.shards import Columns
 from mpp.targets import TARGETS
 
-HeldOut = tuple[sources.Source, np.ndarray]  # a source and rows of it
+Rows = np.ndarray | range
+HeldOut = tuple[sources.Source, Rows]  # a source and rows of it
 Pixels = tuple[float, ...]  # of each channel
 
 
@@ -75,15 +77,48 @@ def worker_count(recipe: RunConfig, processes: int) -> int:
 
 
 def open_training(recipe: RunConfig, console: Console) -> sources.Source:
-    """The training split, and how much there is of it."""
-    source = sources.open_source(recipe.data.source, recipe.data.train_split)
+    """The training split, and how much there is of it; raises UserError where the cache can't hold its shards."""
+    source = open_split(recipe, recipe.data.train_split)
     _tell_size(recipe, recipe.data.train_split, source, console)
+    unpacked = getattr(source, "unpacked_bytes", np.zeros(1))
+    room, needed = recipe.runtime.cache_gb, 2 * recipe.data.shuffle_shards * unpacked.max() / 1e9
+    if unpacked.sum() / 1e9 > room and needed > room:
+        raise UserError(
+            f"runtime.cache_gb={room:g} can't hold two windows of data.shuffle_shards={recipe.data.shuffle_shards} "
+            f"shards of up to {unpacked.max() / 1e9:.2g} GB; give {needed:.2g}, or shuffle fewer shards together"
+        )
+    if unpacked.sum() / 1e9 > room:
+        console.say_once(
+            f"{unpacked.sum() / 1e9:,.1f} GB are fetched or unpacked in every epoch, for runtime.cache_gb={room:g} "
+            "does not hold them all"
+        )
+    if not decoding.decodes_jpeg_in_part():
+        console.say_once("nvImageCodec is not installed; Pillow decodes JPEG, to the same pixels at half the speed")
     return source
 
 
+def open_split(recipe: RunConfig, split: str) -> sources.Source:
+    """One split of a recipe's source."""
+    columns = Columns(recipe.data.image_column, recipe.data.label_column)
+    return sources.open_source(recipe.data.source, split, columns, recipe.runtime.cache_gb)
+
+
+def labels_of(recipe: RunConfig, source: sources.Source) -> np.ndarray | None:
+    """Labels of a source, where the objective asks for them."""
+    return source.labels if recipe.objective.name == "supervised" else None
+
+
+def view_of(recipe: RunConfig) -> data.View:
+    """How a recipe cuts its images."""
+    chosen = recipe.data
+    return data.View(chosen.image_size, chosen.crop, chosen.crop_area, chosen.flip, chosen.eval_crop, chosen.resize)
+
+
 def _tell_size(recipe: RunConfig, split: str, source: sources.Source, console: Console) -> None:
-    classes = f"{len(source.classes)} classes" if source.classes else "no classes"
-    console.say_once(f"{recipe.data.source}, {split}: {len(source):,} images, {classes}")
+    classes = ""
+    if recipe.objective.name == "supervised":  # else the labels need not be read
+        classes = f", {len(source.classes)} classes" if source.classes else ", no classes"
+    console.say_once(f"{recipe.data.source}, {split}: {len(source):,} images{classes}")
 
 
 def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> sources.Source:
@@ -93,7 +128,7 @@ def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> so
             f"data.source={recipe.data.source} has no split {recipe.data.eval_split} to test on; make the folders "
             f"{recipe.data.train_split}/CLASS and {recipe.data.eval_split}/CLASS in it"
         )
-    test = sources.open_source(recipe.data.source, recipe.data.eval_split)
+    test = open_split(recipe, recipe.data.eval_split)
     require_same_classes(source, test, recipe)
     _tell_size(recipe, recipe.data.eval_split, test, console)
     return test
@@ -107,17 +142,18 @@ def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -
             "all images are trained on, and there are no held-out figures"
         )
         return None
-    held_out = sources.open_source(recipe.data.source, recipe.data.eval_split)
+    held_out = open_split(recipe, recipe.data.eval_split)
     if recipe.objective.name == "supervised":
         require_same_classes(source, held_out, recipe)
     _tell_size(recipe, recipe.data.eval_split, held_out, console)
-    return held_out, np.arange(len(held_out))
+    return held_out, range(len(held_out))
 
 
 def inputs_of(recipe: RunConfig, source: sources.Source) -> dict[str, str]:
     """Fingerprints of what a run reads, by which a later call sees that it has changed."""
     init = "" if recipe.init == "scratch" else files.fingerprint(checkpoint.weights_file(recipe.init))
-    return {"data.source": source.fingerprint, "init": init}
+    classes = source.classes if recipe.objective.name == "supervised" else None
+    return {"data.source": source.fingerprint, "classes": files.digest(classes), "init": init}
 
 
 def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
@@ -134,6 +170,14 @@ def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
 def require_same_classes(source: sources.Source, other: sources.Source, recipe: RunConfig) -> None:
     if source.classes == other.classes:
         return
+    numbered = source.classes and source.classes == [str(number) for number in range(len(source.classes))]
+    if numbered and other.classes == (source.classes or [])[: len(other.classes or [])]:
+        return  # labels without names, of which the last do not occur in the other split
+    if set(source.classes or []) == set(other.classes or []):
+        raise UserError(
+            f"data.source={recipe.data.source}: {recipe.data.train_split} and {recipe.data.eval_split} have the same "
+            "classes in another order, so that every label would mean something else; write one of them anew"
+        )
     here, there = set(source.classes or []), set(other.classes or [])
     raise UserError(
         f"data.source={recipe.data.source}: the classes of {recipe.data.train_split} and {recipe.data.eval_split} "

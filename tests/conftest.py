@@ -1,16 +1,23 @@
 """Shared by all tests: no network, tiny recipes, and running entry points as real processes."""
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a test leaves in the cache must not be found by another, nor by the person who runs them.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="mpp_tests_")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 TINY = {
     "seed": 0,
@@ -35,6 +42,27 @@ def tiny(tmp_path):
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe))
         return str(path)
+
+    return write
+
+
+def picture(color=(200, 100, 50), size=(40, 30)):
+    return Image.new("RGB", size, color)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Writes files below a folder: {"train/cat/a.png": picture, ...}."""
+
+    def write(files):
+        for name, content in files.items():
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                path.write_bytes(content)
+            else:
+                content.save(path, format="JPEG" if name.lower().endswith(("jpg", "jpeg")) else "PNG")
+        return f"folder:{tmp_path}"
 
     return write
 

@@ -1,233 +1,16 @@
-"""mpp/data.py on real files: what is read, in which order, and what is refused."""
+"""mpp/data.py on real files: crops, what a run reads, and what is refused."""
 
-import io
-import os
-import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
+import skimage
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from PIL import Image, PngImagePlugin
+from conftest import picture
+from PIL import Image
 
-from mpp import data, draws, sources
+from mpp import data, decoding, draws, sources
 from mpp.errors import UserError
-
-
-def picture(color=(200, 100, 50), size=(40, 30)):
-    return Image.new("RGB", size, color)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Writes files below a folder: {"train/cat/a.png": picture, ...}."""
-
-    def write(files):
-        for name, content in files.items():
-            path = tmp_path / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                path.write_bytes(content)
-            else:
-                content.save(path, format="JPEG" if name.lower().endswith(("jpg", "jpeg")) else "PNG")
-        return f"folder:{tmp_path}"
-
-    return write
-
-
-# ---- sources
-
-
-def test_the_demo_has_the_measured_size_and_disjoint_pixels():
-    train, test = sources.open_source("demo", "train"), sources.open_source("demo", "validation")
-    assert (len(train), len(test)) == (4887, 1637)
-    assert train.classes == test.classes and len(train.classes) == 10
-    assert set(train.labels) == set(test.labels) == set(range(10))
-    assert sources._demo.__wrapped__("", "train").fingerprint == train.fingerprint
-    # No test crop of the coffee picture, which is rich in detail, stands anywhere among its training crops.
-    label = train.classes.index("coffee")
-    seen = {train.pixels[row].tobytes() for row in np.flatnonzero(train.labels == label)}
-    assert not any(test.pixels[row].tobytes() in seen for row in np.flatnonzero(test.labels == label))
-
-
-def test_the_demos_cells_are_disjoint_by_construction(monkeypatch):
-    # Each pixel of this picture tells its own place, so crops show which cell they come from.
-    rows, columns = np.mgrid[0:256, 0:256]
-    places = np.stack([rows, columns, np.zeros_like(rows)], -1).astype(np.uint8)
-    monkeypatch.setattr(sources, "_read_image", lambda *_: Image.fromarray(places))
-    cells = {}
-    for split in ("train", "validation"):
-        crops = sources._demo.__wrapped__("", split).pixels.astype(int)
-        first, last = crops[:, 0, 0, :2] // 64, crops[:, -1, -1, :2] // 64
-        assert (first == last).all()  # wholly inside one cell
-        cells[split] = {tuple(cell) for cell in first}
-    assert cells["validation"] == {(i, j) for i in range(4) for j in range(4) if (i + 2 * j) % 4 == 0}
-    assert cells["train"] == {(i, j) for i in range(4) for j in range(4)} - cells["validation"]
-
-
-def test_every_spelling_of_an_image_suffix_counts(folder):
-    names = ["a.jpg", "b.JPG", "c.JPEG", "d.PnG"]
-    source = folder({f"train/one/{name}": picture() for name in names} | {"train/one/notes.txt": b"no image"})
-    assert len(sources.open_source(source, "train")) == 4
-
-
-def test_class_folders_give_labels_in_sorted_order(folder):
-    source = folder({"train/dog/1.png": picture(), "train/cat/2.png": picture(), "train/dog/deep/3.png": picture()})
-    found = sources.open_source(source, "train")
-    assert found.classes == ["cat", "dog"]
-    assert found.labels.tolist() == [0, 1, 1]
-    assert found.files == ["cat/2.png", "dog/1.png", "dog/deep/3.png"]
-
-
-@pytest.mark.parametrize("files", [["a.png", "b.png"], ["a.png", "deeper/b.png"]])
-def test_a_folder_without_classes_has_no_labels(folder, files):
-    found = sources.open_source(folder({name: picture() for name in files}), "train")
-    assert len(found) == 2
-    assert found.labels is None and found.classes is None
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("folder:/nowhere/at/all", "data.source=folder:/nowhere/at/all: no such folder"),
-        ("imagenet", "no source of that form; there are demo, folder:PATH"),
-        ("folder:", "no source of that form"),
-        ("demo:small", "no source of that form"),
-        ("synthetic:none", "give a positive number of images"),
-        ("hub:/nowhere/at/all", "data.source=hub:/nowhere/at/all: split train can't be loaded"),
-    ],
-)
-def test_sources_that_are_not_there(source, words):
-    with pytest.raises(UserError) as refusal:
-        sources.open_source(source, "train")
-    assert words in str(refusal.value)
-
-
-def test_an_empty_folder_and_a_missing_split_are_named(folder, tmp_path):
-    source = folder({"train/one/a.png": picture()})
-    with pytest.raises(UserError, match="no folder validation in it, but train"):
-        sources.open_source(source, "validation")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    with pytest.raises(UserError, match=r"split train holds no image \(.jpg"):
-        sources.open_source(f"folder:{empty}", "train")
-    with pytest.raises(UserError, match="the splits train and validation, not test"):
-        sources.open_source("demo", "test")
-
-
-def test_links_are_followed_but_no_folder_is_read_twice(folder, tmp_path):
-    source = folder({"train/a/1.png": picture(), "elsewhere/2.png": picture()})
-    (tmp_path / "train" / "b").symlink_to(tmp_path / "elsewhere")
-    (tmp_path / "train" / "a" / "loop").symlink_to(tmp_path / "train")
-    found = sources.open_source(source, "train")
-    assert found.files == ["a/1.png", "b/2.png"]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
-def test_a_folder_that_cannot_be_listed_is_named(folder, tmp_path):
-    source = folder({"train/a/1.png": picture(), "train/b/1.png": picture()})
-    (tmp_path / "train" / "b").chmod(0)
-    with pytest.raises(UserError, match="train/b can't be listed"):
-        sources.open_source(source, "train")
-
-
-def test_hub_columns_that_are_not_clear_are_refused_and_withheld_labels_are_none(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    names = datasets.ClassLabel(names=["red", "blue"])
-    for folder, columns in [("two", {"fine": [0], "coarse": [1]}), ("withheld", {"label": [-1]})]:
-        features = datasets.Features({"img": datasets.Image(), **{name: names for name in columns}})
-        (tmp_path / folder).mkdir()
-        rows = datasets.Dataset.from_dict({"img": [picture()], **columns}, features=features)
-        rows.to_parquet(tmp_path / folder / "train-0.parquet")
-    with pytest.raises(
-        UserError, match=r"which columns are meant is not clear \(images: \['img'\], labels: \['fine', 'coarse'\]\)"
-    ):
-        sources.open_source(f"hub:{tmp_path / 'two'}", "train")
-    assert sources.open_source(f"hub:{tmp_path / 'withheld'}", "train").labels is None
-
-
-def test_a_local_copy_of_a_hub_data_set(tmp_path):
-    datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"img": datasets.Image(), "label": datasets.ClassLabel(names=["red", "blue"])})
-    colors = [(255, 0, 0), (0, 0, 255), (255, 0, 0)]
-    rows = {"img": [picture(color) for color in colors], "label": [0, 1, 0]}
-    (tmp_path / "set").mkdir()
-    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "set" / "train-0.parquet")
-    found = sources.open_source(f"hub:{tmp_path / 'set'}", "train")
-    assert found.classes == ["red", "blue"] and found.labels.tolist() == [0, 1, 0]
-    assert [found.image(row).getpixel((0, 0)) for row in range(3)] == colors
-
-
-# ---- decoding
-
-
-def saved(image, **options):
-    file = io.BytesIO()
-    image.save(file, **options)
-    file.seek(0)
-    return file
-
-
-def oriented():
-    image = picture()
-    exif = image.getexif()
-    exif[0x0112] = 6
-    return saved(image, format="JPEG", exif=exif)
-
-
-def bad_metadata():
-    """An XMP block that is not UTF-8, with the checksum that belongs to it."""
-    info = PngImagePlugin.PngInfo()
-    info.add(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0<x:xmpmeta>\xff\xfe\xba\xad</x:xmpmeta>")
-    return saved(picture(), format="PNG", pnginfo=info)
-
-
-@pytest.mark.parametrize(
-    ("file", "color", "size"),
-    [
-        (lambda: saved(picture().convert("L"), format="PNG"), (124, 124, 124), (40, 30)),
-        (lambda: saved(picture().convert("CMYK"), format="JPEG"), (200, 100, 50), (40, 30)),
-        (lambda: saved(picture().convert("RGBA"), format="PNG"), (200, 100, 50), (40, 30)),
-        (lambda: saved(Image.new("RGBA", (40, 30), (9, 9, 9, 0)), format="PNG"), (255, 255, 255), (40, 30)),
-        (lambda: saved(Image.new("LA", (40, 30), (9, 0)), format="PNG"), (255, 255, 255), (40, 30)),
-        (lambda: saved(picture().convert("P"), format="PNG"), (204, 102, 51), (40, 30)),
-        (lambda: saved(Image.fromarray(np.full((30, 40), 0x8040, np.uint16)), format="PNG"), (128, 128, 128), (40, 30)),
-        (oriented, (200, 100, 50), (30, 40)),
-        (bad_metadata, (200, 100, 50), (40, 30)),
-    ],
-    ids=["grey", "cmyk", "opaque alpha", "transparent", "grey alpha", "palette", "16 bit", "orientation", "metadata"],
-)
-def test_odd_encodings_become_the_rgb_they_show(file, color, size):
-    found = sources._read_image(file(), "a file")
-    assert found.mode == "RGB" and found.size == size
-    assert np.abs(np.array(found.getpixel((5, 5))) - color).max() <= 3
-
-
-def test_malformed_metadata_does_not_cost_an_image():
-    exif = b"Exif\x00\x00MM\x00\x2a\x00\x00\x00\x08\x00\x01\x01\x12\x00\x05\x00\x00\x00\x01\x00\x00\xff\xff"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert sources._read_image(saved(picture(), format="JPEG", exif=exif), "a file").size == (40, 30)
-
-
-@pytest.mark.parametrize("mode", ["I", "F"])
-def test_pixels_of_unknown_range_are_refused(mode):
-    with pytest.raises(UserError, match="32-bit pixels have no known range"):
-        sources._read_image(saved(Image.new(mode, (4, 4)), format="TIFF"), "a file")
-
-
-@pytest.mark.parametrize("content", [b"", b"not an image", None])
-def test_a_broken_file_is_named(folder, tmp_path, content):
-    whole = saved(Image.effect_noise((80, 80), 90).convert("RGB"), format="JPEG").getvalue()
-    source = folder(
-        {"train/a/ok.jpg": picture(), "train/a/bad.jpg": whole[: len(whole) // 2] if content is None else content}
-    )
-    found = sources.open_source(source, "train")
-    with pytest.raises(UserError, match=r"train/a/bad.jpg can't be read as an image: .*; repair or remove it"):
-        found.image(0)
-    assert found.image(1).size == (40, 30)
-
 
 # ---- crops
 
@@ -252,15 +35,60 @@ def test_a_crop_that_never_fits_takes_the_middle():
     assert data._crop_box(30, 90, (0.05, 1.0), chance) == (0, 25, 30, 65)
 
 
+def every_draw(value):
+    return np.full(data.crop_words(), value, dtype=np.uint64)
+
+
 def test_crop_and_flip_are_the_pixels_of_the_box():
     pixels = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
-    raw = np.full(data.crop_words(), 2**63, dtype=np.uint64)  # every draw is 0.5: no flip, aspect 1
+    image, view = decoding.Pixels(pixels), data.View(32, area=(0.5, 1.0))
+    raw = every_draw(2**63)  # every draw is 0.5: no flip, aspect 1
     raw[1] = 2**64 - 1  # the whole area
-    image = Image.fromarray(pixels)
-    assert np.array_equal(data.training_crop(image, 32, (0.5, 1.0), True, raw), pixels)
+    assert np.array_equal(view.train(image, raw), pixels)
     raw[0] = 0
-    assert np.array_equal(data.training_crop(image, 32, (0.5, 1.0), True, raw), pixels[:, ::-1])
-    assert np.array_equal(data.training_crop(image, 32, (0.5, 1.0), False, raw), pixels)
+    assert np.array_equal(view.train(image, raw), pixels[:, ::-1])
+    assert np.array_equal(data.View(32, area=(0.5, 1.0), flip=False).train(image, raw), pixels)
+
+
+def test_the_inception_crop_is_pillows_resize_of_its_box():
+    photograph = Image.open(Path(skimage.__file__).parent / "data" / "coffee.png").convert("RGB")
+    view = data.View(96)
+    for seed in range(5):
+        raw = draws.words(seed, "augment", 0, 0, data.crop_words())
+        box = data._crop_box(*photograph.size, (0.05, 1.0), draws.uniforms(raw)[1:])
+        expected = np.asarray(photograph.resize((96, 96), Image.Resampling.BILINEAR, box=box)).astype(int)
+        expected = expected[:, ::-1] if draws.uniforms(raw)[0] < 0.5 else expected
+        # Pillow looks one filter width past the box, which is seen in the outermost pixels only.
+        found = view.train(decoding.Pixels(np.array(photograph)), raw).astype(int)
+        assert np.abs(found - expected)[3:-3, 3:-3].max() <= 1
+
+
+def test_the_other_crops_against_pillow():
+    pixels = np.random.default_rng(1).integers(0, 256, (60, 90, 3), dtype=np.uint8)
+    image, pillow = decoding.Pixels(pixels), Image.fromarray(pixels)
+    square = np.asarray(pillow.resize((48, 48), Image.Resampling.BILINEAR)).astype(int)
+    short = np.asarray(pillow.resize((72, 48), Image.Resampling.BILINEAR)).astype(int)  # the short side is 48
+    raw = every_draw(2**63)  # half of the free way: 8 of 16 pixels down, and 8 or 20 of 16 or 40 to the right
+    found = data.View(32, crop="square", resize=48).train(image, raw).astype(int)
+    assert np.abs(found - square[8:40, 8:40]).max() <= 1
+    found = data.View(32, crop="short_side", resize=48).train(image, raw).astype(int)
+    assert np.abs(found - short[8:40, 20:52]).max() <= 1
+    center = data.View(32, eval_crop="center", resize=48).evaluate(image).astype(int)
+    assert np.abs(center - short[8:40, 20:52]).max() <= 1
+    whole = np.asarray(pillow.resize((32, 32), Image.Resampling.BILINEAR)).astype(int)
+    assert np.abs(data.View(32).evaluate(image).astype(int) - whole).max() <= 1
+
+
+def test_random_places_reach_every_corner():
+    pixels = np.zeros((48, 48, 3), dtype=np.uint8)
+    pixels[..., 0], pixels[..., 1] = np.arange(48)[:, None], np.arange(48)[None]
+    view = data.View(32, crop="square", resize=48, flip=False)
+    corners = [
+        view.train(decoding.Pixels(pixels), draws.words(0, "augment", 0, index, data.crop_words()))[0, 0, :2].tolist()
+        for index in range(2000)
+    ]
+    downs, rights = zip(*corners, strict=True)
+    assert set(downs) == set(rights) == set(range(17))
 
 
 def test_normalize_against_numpy():
@@ -275,28 +103,10 @@ def test_normalize_against_numpy():
 # ---- order
 
 
-@settings(deadline=None)
-@given(
-    processes=st.sampled_from([1, 2, 4]),
-    micro=st.sampled_from([1, 2, 4]),
-    accumulation=st.integers(1, 3),
-    step=st.integers(0, 50),
-)
-def test_a_step_reads_the_same_places_on_any_number_of_processes(processes, micro, accumulation, step):
-    batch = processes * micro * accumulation
-    read = [
-        place
-        for process in range(processes)
-        for places in data.read_order(step, batch, micro, processes, process)
-        for place in places
-    ]
-    assert sorted(read) == list(range(step * batch, (step + 1) * batch))
-
-
 def samples(rows=range(10), seed=0):
     source = sources.open_source("synthetic:10", "train")
     return data.TrainingSamples(
-        source, np.array(rows), seed, 16, (0.3, 1.0), True, lambda epoch, index: {"key": np.array([epoch, index])}
+        source, rows, seed, data.View(16, area=(0.3, 1.0)), lambda epoch, index: {"key": np.array([epoch, index])}
     )
 
 
@@ -347,7 +157,7 @@ def test_fewer_images_than_a_batch_still_fill_it():
 @pytest.mark.parametrize("processes", [1, 2, 3, 16])
 def test_held_out_images_are_read_once_over_processes(processes):
     source = sources.open_source("synthetic:10", "validation")
-    held_out = data.HeldOutSamples(source, np.arange(10), 16, lambda epoch, index: {})
+    held_out = data.HeldOutSamples(source, range(10), data.View(16), lambda epoch, index: {})
     seen, batches = [], []
     for process in range(processes):
         batches.append(0)
@@ -364,11 +174,127 @@ def test_held_out_images_are_read_once_over_processes(processes):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_image_stops_the_loader_by_name(folder, workers):
     source = sources.open_source(folder({"a.png": picture(), "bad.png": b"nothing"}), "train")
-    broken = data.TrainingSamples(source, np.arange(2), 0, 16, (0.5, 1.0), True, lambda epoch, index: {})
-    batches = data.load(broken, lambda: iter([[0, 1]]), workers, torch.device("cpu"))
+    broken = data.TrainingSamples(source, range(2), 0, data.View(16), lambda epoch, index: {})
+    batches = data.load(broken, lambda: iter([[(0, 0), (0, 1)]]), workers, torch.device("cpu"))
     with pytest.raises(UserError) as stop:
         next(batches)
     assert str(stop.value).startswith(str(source.root / "bad.png")) and "Traceback" not in str(stop.value)
+
+
+# ---- broken images
+
+
+def broken_folder(folder):
+    """Twelve images, each of one colour, of which the third and the eighth are broken."""
+    files = {f"train/a/{row:02d}.png": picture((row, row, row)) for row in range(12)}
+    return sources.open_source(folder(files | {"train/a/02.png": b"nothing", "train/a/07.png": b""}), "train")
+
+
+def read_replaced(source, rows=range(12), workers=0, processes=1):
+    """Rows that six steps of four read, in their order, and the broken ones that were told of."""
+    found, told = {}, []
+    for process in range(processes):
+        batches = data.training_batches(
+            data.TrainingSamples(
+                source, rows, 3, data.View(8), lambda epoch, index: {"asked": np.int64(index)}, replace=True
+            ),
+            first_step=0,
+            steps=6,
+            batch_size=4,
+            micro_batch=2,
+            processes=processes,
+            process=process,
+            workers=workers,
+            device=torch.device("cpu"),
+            found_broken=told.extend,
+        )
+        for count, batch in enumerate(batches):
+            assert (batch["images"][:, 0, 0, 0] == batch["index"]).all()  # the pixels are those of the index
+            step, micro = divmod(count, 2 // processes)
+            pairs = zip(batch["index"].tolist(), batch["asked"].tolist(), strict=True)
+            found[step, micro * processes + process] = list(pairs)
+    return [pair for key in sorted(found) for pair in found[key]], told
+
+
+@pytest.mark.parametrize("rows", [range(12), np.array([1, 2, 3, 7, 9])])
+def test_a_broken_image_is_replaced_by_the_same_other_one_everywhere(folder, rows):
+    source = broken_folder(folder)
+    found, told = read_replaced(source, rows)
+    assert len(found) == 24  # never a shorter epoch
+    assert {index for index, _ in found} <= set(rows) - {2, 7}
+    assert all(index == asked for index, asked in found if asked not in (2, 7))
+    assert sorted(row for row, _ in told) == sorted(
+        [asked for index, asked in found if asked != index] + [row for row, _ in told if row not in dict(told)]
+    ) or len(told) > sum(asked != index for index, asked in found)  # a replacement can be broken itself
+    assert {row for row, _ in told} == {2, 7}
+    assert all(str(source.root / source.files[row]) in what for row, what in told)
+    again, _ = read_replaced(source, rows, workers=2)
+    assert again == found
+    assert read_replaced(source, rows, processes=2)[0] == found
+
+
+def test_a_source_of_broken_images_alone_stops(folder):
+    source = sources.open_source(folder({f"{row}.png": b"nothing" for row in range(3)}), "train")
+    samples = data.TrainingSamples(source, range(3), 0, data.View(8), lambda epoch, index: {}, replace=True)
+    with pytest.raises(UserError, match="20 samples drawn in its place are broken, too"):
+        next(data.load(samples, lambda: iter([[(0, 0)]]), 0, torch.device("cpu")))
+
+
+def test_held_out_images_are_not_replaced(folder):
+    source = broken_folder(folder)
+    held_out = data.HeldOutSamples(source, range(12), data.View(8), lambda epoch, index: {})
+    batches = data.held_out_batches(
+        held_out, micro_batch=12, processes=1, process=0, workers=0, device=torch.device("cpu")
+    )
+    with pytest.raises(UserError, match=r"02.png can't be read"):
+        next(batches)
+
+
+# ---- memory
+
+
+def private_kilobytes():
+    """Memory of this process that it shares with no other."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
+class Weighed(data.TrainingSamples):
+    """Samples that carry what the worker that reads them weighs."""
+
+    def __getitem__(self, key):
+        sample = super().__getitem__(key)
+        weighs = key[1] % 16 == 0  # asking takes a while
+        return {**sample, "kilobytes": np.int64(private_kilobytes() if weighs else 0)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="asks the kernel of Linux")
+def test_a_worker_weighs_the_same_for_ten_million_images(folder):
+    root = folder({"0000000.png": picture()}).removeprefix("folder:")
+    weights = {}
+    for count in (1_000, 10_000_000):
+        names = sources.Names([])
+        names.bytes = np.tile(np.frombuffer(b"0000000.png", np.uint8), count)
+        names.ends = np.arange(1, count + 1) * 11
+        labels = np.zeros(count, dtype=np.int32)
+        source = sources.Folder(Path(root), [], ["a"], labels)
+        object.__setattr__(source, "files", names)
+        samples = Weighed(source, range(count), 0, data.View(16), lambda epoch, index: {}, labels)
+        batches = data.training_batches(
+            samples,
+            first_step=0,
+            steps=40,
+            batch_size=32,
+            micro_batch=32,
+            processes=1,
+            process=0,
+            workers=1,
+            device=torch.device("cpu"),
+        )
+        seen = [batch for batch in batches]
+        assert max(int(batch["index"].max()) for batch in seen) > 0.9 * count
+        weights[count] = max(int(batch["kilobytes"].max()) for batch in seen)
+    assert weights[10_000_000] - weights[1_000] < 8_000  # the names alone are 110 MB
 
 
 # ---- labelled subsets
@@ -395,4 +321,4 @@ def test_labelled_rows_refuse_what_they_cannot_give(folder):
     with pytest.raises(UserError, match=r"data.holdout=0.5: class a has too few images"):
         data.labelled_rows(source, 0, None, 0.5)
     with pytest.raises(UserError, match="the source has no classes"):
-        data.labelled_rows(sources.Pictures(source.image(0), None, None), 0, None, 0.0)
+        data.labelled_rows(sources.Pictures(np.zeros((1, 2, 2, 3), np.uint8), None, None), 0, None, 0.0)

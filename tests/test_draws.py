@@ -44,14 +44,36 @@ def test_uniforms_at_the_ends_of_the_range():
     assert draws.below(ends, 10).tolist() == [0, 9]
 
 
-@given(seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 1000), count=st.integers(1, 300))
-def test_an_epoch_holds_every_index_once(seed, epoch, count):
-    assert sorted(draws.order(seed, epoch, count)) == list(range(count))
+@given(seed=st.integers(0, 2**32 - 1), rounds=st.sampled_from([2, 4, 8]), count=st.integers(1, 3000))
+def test_a_permutation_holds_every_number_once(seed, rounds, count):
+    keys = draws.words(seed, "order", 0, 0, rounds)
+    assert sorted(draws.permuted(keys, count, np.arange(count))) == list(range(count))
 
 
-def test_epochs_have_different_orders():
-    orders = {tuple(draws.order(0, epoch, 16)) for epoch in range(3)}
-    assert len(orders) == 3
+def test_the_network_is_what_its_description_says():
+    # The same in Python's own integers, one round after the other, on a grid of 4 columns and 3 rows.
+    keys = [int(key) for key in draws.words(5, "order", 0, 0, 4)]
+
+    def mixed(value):
+        value %= 2**64
+        value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        value = (value ^ (value >> 27)) * 0x94D049BB133111EB % 2**64
+        return value ^ (value >> 31)
+
+    def encipher(cell):
+        row, column = divmod(cell, 4)
+        row = (row + mixed(column + keys[0])) % 3
+        column = (column + mixed(row + keys[1])) % 4
+        row = (row + mixed(column + keys[2])) % 3
+        return row * 4 + (column + mixed(row + keys[3])) % 4
+
+    expected = []
+    for place in range(11):
+        found = encipher(place)
+        while found >= 11:
+            found = encipher(found)
+        expected.append(found)
+    assert draws.permuted(np.array(keys, dtype=np.uint64), 11, np.arange(11)).tolist() == expected
 
 
 @given(labels=st.lists(st.integers(0, 4), min_size=1, max_size=60), seed=st.integers(0, 99))

@@ -14,16 +14,17 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     {"mpp.errors"},
     {"mpp.files"},
-    {"mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console"},
-    {"mpp.corruption", "mpp.targets", "mpp.sources", "mpp.optim", "mpp.checkpoint"},
-    {"mpp.data", "mpp.model", "mpp.pictures"},
+    {"mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console", "mpp.decoding", "mpp.disk_cache"},
+    {"mpp.corruption", "mpp.targets", "mpp.order", "mpp.shards", "mpp.optim", "mpp.checkpoint"},
+    {"mpp.sources", "mpp.model", "mpp.pictures"},
+    {"mpp.data"},
     {"mpp.objectives", "mpp.probe"},
     {"mpp.train", "mpp.cost"},
     {"mpp.wiring", "mpp.run_folder"},
     {"mpp.job"},
     {"mpp.run", "mpp.command_line"},
 ]
-DOORS = {"mpp.pretrain", "eval.finetune", "eval.compare"}
+DOORS = {"mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare"}
 KNOW_THE_CONFIG = {*FLOORS[-1], *FLOORS[-2], *FLOORS[-3], *DOORS}  # the wiring and the entry points
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 OURS = ("mpp", "eval", "recipes")
@@ -37,8 +38,12 @@ def module_files():
 
 
 def imports(file):
-    """Every module that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    """Every module that a file imports, wherever in it but in what it does when it is run as a program."""
+    tree = ast.parse(file.read_text())
+    main = [
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+    ]
+    for node in ast.walk(ast.Module([node for node in tree.body if node not in main], [])):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -71,7 +76,13 @@ def test_imports_go_down(module):
 def dependencies():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     names = {re.match(r"[A-Za-z0-9_-]+", line).group().lower() for line in declared}
-    renamed = {"pyyaml": "yaml", "pillow": "pil", "scikit-learn": "sklearn", "scikit-image": "skimage"}
+    renamed = {
+        "pyyaml": "yaml",
+        "pillow": "pil",
+        "scikit-learn": "sklearn",
+        "scikit-image": "skimage",
+        "nvidia-nvimgcodec-cu13": "nvidia",
+    }
     return {renamed.get(name, name) for name in names}
 
 

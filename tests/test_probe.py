@@ -16,11 +16,13 @@ def test_features_are_the_mean_of_the_patch_tokens_and_never_change():
     encoder.train()  # dropout must not reach the features
     images = np.random.default_rng(0).integers(0, 256, (7, 16, 16, 3), dtype=np.uint8)
     source, rows = sources.Pictures(images, None, None), np.array([5, 0, 6, 1, 2])
-    found = probe.patch_means(encoder, source, rows, 16, (0.5,) * 3, (0.25,) * 3, micro_batch=2)
+    found = probe.patch_means(encoder, source, rows, data.View(16), (0.5,) * 3, (0.25,) * 3, micro_batch=2)
     pixels = torch.from_numpy(((images[rows] / 255 - 0.5) / 0.25).transpose(0, 3, 1, 2)).float()
     tokens = encoder.eval().forward_features(pixels)
     assert np.allclose(found, tokens[:, 1:].mean(1).detach().numpy(), atol=1e-5)
-    assert np.array_equal(found, probe.patch_means(encoder, source, rows, 16, (0.5,) * 3, (0.25,) * 3, micro_batch=2))
+    assert np.array_equal(
+        found, probe.patch_means(encoder, source, rows, data.View(16), (0.5,) * 3, (0.25,) * 3, micro_batch=2)
+    )
 
 
 def test_the_classifier_is_scikit_learns_with_the_strength_chosen_on_held_out_rows():
@@ -43,5 +45,5 @@ def test_the_classifier_is_scikit_learns_with_the_strength_chosen_on_held_out_ro
 
 def test_raw_pixels_are_the_evaluation_pixels():
     source = sources.open_source("synthetic:4", "train")
-    found = probe.pixels(source, np.array([2, 0]), 16)
-    assert np.array_equal(found[0], data.whole_image(source.image(2), 16)) and found.shape == (2, 16, 16, 3)
+    found = probe.pixels(source, np.array([2, 0]), data.View(16))
+    assert np.array_equal(found[0], data.whole_image(source.picture(2), 16)) and found.shape == (2, 16, 16, 3)

@@ -114,8 +114,11 @@ def test_one_step_is_what_torch_does_by_hand(tiny, tmp_path):
     model = objective.build(encoder)
     assert isinstance(model, MaskedPatchModel)
     source = sources.open_source("synthetic:24", "train")
-    samples = data.TrainingSamples(source, np.arange(24), 0, 32, recipe.data.crop_area, True, objective.per_sample)
-    batch = data._collate([samples[place] for place in range(8)])
+    samples = data.TrainingSamples(
+        source, range(24), 0, data.View(32, area=recipe.data.crop_area), objective.per_sample
+    )
+    epochs, places = samples.order().at(np.arange(8))
+    batch = data._collate([samples[key] for key in zip(epochs, places, strict=True)])
     loss, _ = objective.loss(model, batch)  # all eight at once: the mean of two equal halves
     loss.backward()
     norm = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
@@ -478,7 +481,7 @@ def test_the_tests_figure_is_that_of_the_saved_weights(tiny, tmp_path):
     )
     model = timm.create_model(f"local-dir:{newest(tmp_path / 'tune')}", pretrained=True).eval()
     test = sources.open_source("synthetic:40", "validation")
-    images = torch.from_numpy(np.stack([data.whole_image(test.image(row), 32) for row in range(40)]))
+    images = torch.from_numpy(np.stack([data.whole_image(test.picture(row), 32) for row in range(40)]))
     with torch.no_grad():
         logits = model((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
     labels = torch.from_numpy(test.labels)

@@ -1,0 +1,635 @@
+"""Sources in shards, addressed by row: Parquet files, tar files (WebDataset), and Hugging Face data sets.
+
+A row is found by an index of offsets, made once and kept in the disk cache. What can't be read in place
+(rows inside a compressed Parquet row group, files that lie elsewhere) is fetched a cell at a time, a cell
+being a row group or a stretch of a tar file, and kept unpacked in the cache as long as there is room.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import re
+import tarfile
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from tqdm import tqdm
+
+from mpp import decoding
+from mpp.disk_cache import DiskCache, default_folder
+from mpp.errors import ImageError, UserError
+
+_OPEN_FILES = 128  # of one process
+_TRIES = 3  # at a file that lies elsewhere
+_CELL_BYTES = 16 * 2**20  # of a tar file that lies elsewhere
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns hold the images and the labels; None for the only ones that can."""
+
+    image: str | None = None
+    label: str | None = None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a source.
+
+    Attributes:
+        url: a path, or an address that fsspec knows.
+        size: in bytes.
+        version: changes with the content.
+    """
+
+    url: str
+    size: int
+    version: str
+
+    @property
+    def local(self) -> bool:
+        return "://" not in self.url
+
+    @property
+    def name(self) -> str:
+        return self.url.rsplit("/", 1)[-1]
+
+    @property
+    def key(self) -> str:
+        return _digest(self.url, self.size, self.version)
+
+    def open(self) -> BinaryIO:
+        """The file, to be read anywhere in it."""
+        if self.local:
+            return Path(self.url).open("rb")
+        filesystem, path = _filesystem(self.url)
+        return filesystem.open(path, "rb", cache_type="none")
+
+    def read(self, start: int, length: int) -> bytes:
+        """Some bytes of it; raises UserError where it can't be reached."""
+
+        def read() -> bytes:
+            with self.open() as file:
+                file.seek(start)
+                return file.read(length)
+
+        return self.patiently(read)
+
+    def patiently(self, action: Callable[[], Any]) -> Any:
+        """What the action returns, tried again where the file lies elsewhere; raises UserError."""
+        tries = 1 if self.local else _TRIES
+        for number in range(tries):
+            try:
+                return action()
+            except UserError:
+                raise
+            except Exception as error:  # each file system has its own kinds
+                if number + 1 < tries:
+                    time.sleep(2.0**number)
+                    continue
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                times = f" in {tries} tries" if tries > 1 else ""
+                raise UserError(
+                    f"{self.url} can't be read{times}: {reason}; repair it, or leave it out of data.source"
+                ) from None
+
+
+class _OpenFiles:
+    """The files that one process has open, the least recently used of which is closed for a new one."""
+
+    def __init__(self) -> None:
+        self.files: OrderedDict[Any, Any] = OrderedDict()
+        self.process = 0
+
+    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+        if self.process != os.getpid():  # a forked worker would share the place in a file with its parent
+            self.files, self.process = OrderedDict(), os.getpid()
+        if key not in self.files:
+            self.files[key] = make()
+            if len(self.files) > _OPEN_FILES:
+                self.files.popitem(last=False)
+        self.files.move_to_end(key)
+        return self.files[key]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _OpenFiles, ()
+
+
+class _Rows:
+    """What sources in shards have in common; a subclass says how a row is read and what its labels are."""
+
+    def __init__(self, shards: Sequence[Shard], rows: Sequence[int]) -> None:
+        self.shards = tuple(shards)
+        self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
+        self._open = _OpenFiles()
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    @cached_property
+    def _labels(self) -> tuple[list[str] | None, np.ndarray | None]:
+        return self._read_labels()
+
+    def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
+        raise NotImplementedError
+
+    @property
+    def classes(self) -> list[str] | None:
+        return self._labels[0]
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        return self._labels[1]
+
+    def name(self, row: int) -> str:
+        shard = self._shard(row)
+        return f"{self.shards[shard].url} row {row - int(self.starts[shard])}"
+
+    def encoded(self, row: int) -> bytes:
+        raise NotImplementedError
+
+    def picture(self, row: int) -> decoding.Picture:
+        return decoding.open_picture(self.encoded(row), self.name(row))
+
+    def _shard(self, row: int) -> int:
+        return int(np.searchsorted(self.starts, row, side="right")) - 1
+
+
+# ---------------------------------------------------------------- Parquet
+
+
+class ParquetRows(_Rows):
+    """Rows of Parquet files with a column of encoded images.
+
+    Args:
+        shards: the files, in the order of their rows.
+        columns: resolved, with an image.
+        class_names: of the labels, where the files say them.
+        cache: for row groups, unpacked.
+    """
+
+    def __init__(self, shards: Sequence[Shard], columns: Columns, class_names: list[str] | None, cache: DiskCache):
+        index = [_kept(shard, "groups", _row_groups) for shard in _listed(shards, "reading the index")]
+        super().__init__(shards, [int(groups[:, 0].sum()) for groups in index])
+        self.columns, self.class_names, self.cache = columns, class_names, cache
+        self.cell_shard = np.repeat(np.arange(len(index)), [len(groups) for groups in index])
+        self.cell_group = np.concatenate([np.arange(len(groups)) for groups in index])
+        rows, sizes = np.concatenate(index).T
+        self.cell_starts = np.concatenate([[0], np.cumsum(rows)])
+        self.cell_bytes = sizes
+        self.fingerprint = _digest(
+            *[(shard.name, shard.size) for shard in shards], rows.tolist(), sizes.tolist(), columns.image, columns.label
+        )
+
+    def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
+        name = self.columns.label
+        if name is None:
+            return None, None
+
+        def read(shard: Shard) -> np.ndarray:
+            import pyarrow.parquet as parquet
+
+            with shard.open() as file:
+                return _plain(parquet.read_table(file, columns=[name]).column(0).to_numpy(), name)
+
+        listed = _listed(self.shards, "reading the labels")
+        return _as_classes([_kept(shard, f"labels {name}", read) for shard in listed], self.class_names, name)
+
+    @property
+    def unpacked_bytes(self) -> np.ndarray:
+        """Room in the cache that each shard takes, int64 [shards]."""
+        return np.bincount(self.cell_shard, self.cell_bytes, len(self.shards)).astype(np.int64)
+
+    def encoded(self, row: int) -> bytes:
+        cell = int(np.searchsorted(self.cell_starts, row, side="right")) - 1
+        file, offsets = self._open.get(cell, lambda: self._open_cell(cell))
+        place = row - int(self.cell_starts[cell])
+        file.seek(int(offsets[place]))
+        found = file.read(int(offsets[place + 1] - offsets[place]))
+        if not found:
+            raise ImageError(f"{self.name(row)} holds no bytes of an image; fill it in, or remove the row")
+        return found
+
+    def _open_cell(self, cell: int) -> tuple[BinaryIO, np.ndarray]:
+        shard, group = self.shards[self.cell_shard[cell]], int(self.cell_group[cell])
+        name = f"{_digest(shard.key, self.columns.image)}_{group}"
+        file = self.cache.open(name, lambda out: shard.patiently(lambda: self._unpack(shard, group, out)))
+        count = int(self.cell_starts[cell + 1] - self.cell_starts[cell])
+        return file, np.frombuffer(file.read(8 * (count + 1)), dtype=np.int64)
+
+    def _unpack(self, shard: Shard, group: int, out: BinaryIO) -> None:
+        """Writes a row group's images: where each starts, int64 [rows + 1], and one after another."""
+        import pyarrow.parquet as parquet
+
+        with shard.open() as file:
+            table = parquet.ParquetFile(file)
+            starts = [8 * (table.metadata.row_group(group).num_rows + 1)]
+            out.seek(starts[0])
+            for batch in table.iter_batches(64, row_groups=[group], columns=[self.columns.image]):
+                for cell in batch.column(0).to_pylist():
+                    image = (cell["bytes"] if isinstance(cell, dict) else cell) or b""
+                    out.write(image)
+                    starts.append(starts[-1] + len(image))
+            out.seek(0)
+            out.write(np.array(starts, dtype=np.int64).tobytes())
+
+
+def _row_groups(shard: Shard) -> np.ndarray:
+    """Rows and unpacked bytes of each row group, int64 [groups, 2]."""
+    import pyarrow.parquet as parquet
+
+    with shard.open() as file:
+        footer = parquet.ParquetFile(file).metadata
+    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+    return np.array([(group.num_rows, group.total_byte_size) for group in groups], dtype=np.int64).reshape(-1, 2)
+
+
+def open_parquet(argument: str, split: str, columns: Columns, cache: DiskCache) -> ParquetRows:
+    """parquet:GLOB."""
+    return _parquet(f"parquet:{argument}", _found("parquet", argument, split), columns, cache, None)
+
+
+def _parquet(source: str, shards: Sequence[Shard], columns: Columns, cache: DiskCache, features: Any) -> ParquetRows:
+    import datasets
+    import pyarrow.parquet as parquet
+
+    first = shards[0]
+
+    def schema() -> Any:
+        with first.open() as file:
+            return parquet.ParquetFile(file).schema_arrow
+
+    features = features or datasets.Features.from_arrow_schema(first.patiently(schema))
+    chosen = _choose(source, features, columns)
+    label = features[chosen.label] if chosen.label else None
+    names = label.names if isinstance(label, datasets.ClassLabel) else None
+    return ParquetRows(shards, chosen, names, cache)
+
+
+def _choose(source: str, features: Any, columns: Columns) -> Columns:
+    """The columns that are named, or the only ones that can be meant; raises UserError otherwise."""
+    import datasets
+
+    for key, name in (("data.image_column", columns.image), ("data.label_column", columns.label)):
+        if name is not None and name not in features:
+            raise UserError(f"{key}={name}: {source} has no such column; there are {', '.join(features)}")
+
+    def encoded(kind: Any) -> bool:
+        return (
+            isinstance(kind, datasets.Image)
+            or getattr(kind, "dtype", "") in ("binary", "large_binary")
+            or (isinstance(kind, dict) and "bytes" in kind)
+        )
+
+    images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
+    images = images or [name for name, kind in features.items() if encoded(kind)]
+    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = labels or [name for name in features if name.lower() in ("label", "labels", "class", "cls")]
+    image = columns.image or (images[0] if len(images) == 1 else None)
+    if image is None:
+        which = f"which is meant of {', '.join(images)}" if images else f"which of {', '.join(features)}"
+        raise UserError(f"{source}: the column of images is not clear; say {which} by data.image_column=NAME")
+    if not encoded(features[image]):
+        raise UserError(f"data.image_column={image}: {source} holds no encoded images there, but {features[image]}")
+    label = columns.label or (labels[0] if len(labels) == 1 else None)
+    if label is None and labels:
+        raise UserError(
+            f"{source}: the column of labels is not clear; say which is meant of {', '.join(labels)} by "
+            "data.label_column=NAME"
+        )
+    return Columns(image, label)
+
+
+# ---------------------------------------------------------------- tar
+
+
+class TarRows(_Rows):
+    """Samples of WebDataset tar files: the members that share a name up to its first dot.
+
+    Args:
+        shards: the files, in the order of their rows.
+        columns: suffixes of the members that hold the image and the label; None for the image's only
+            one, and `cls`.
+        cache: for stretches of tar files that lie elsewhere.
+    """
+
+    def __init__(self, shards: Sequence[Shard], columns: Columns, cache: DiskCache) -> None:
+        what = f"members {columns.image} {columns.label}"
+
+        def read(shard: Shard) -> np.ndarray:
+            return _tar_members(shard, columns)
+
+        index = [_kept(shard, what, read) for shard in _listed(shards, "reading the index")]
+        super().__init__(shards, [len(table) for table in index])
+        self.columns, self.cache = columns, cache
+        self.offsets = np.concatenate([table["offset"] for table in index])
+        self.sizes = np.concatenate([table["size"] for table in index])
+        self._raw_labels = [table["label"] for table in index]
+        self.fingerprint = _digest(
+            *[shard.name for shard in shards], *[hashlib.sha256(table.tobytes()).hexdigest() for table in index]
+        )
+
+    def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
+        given = [(labels != b"").all() for labels in self._raw_labels]
+        if not any(given):
+            return None, None
+        if not all(given):
+            bad = self.shards[given.index(False)]
+            raise UserError(f"{bad.url}: some samples have a label and some have none; data.label_column names it")
+        texts = [np.char.decode(labels, "utf-8") for labels in self._raw_labels]
+        numbers = all(np.char.isdigit(text).all() for text in texts)
+        return _as_classes([text.astype(np.int64) if numbers else text for text in texts], None, "cls")
+
+    @property
+    def unpacked_bytes(self) -> np.ndarray:
+        """Room in the cache that each shard takes, int64 [shards]; none where it is read in place."""
+        return np.array([0 if shard.local else shard.size for shard in self.shards], dtype=np.int64)
+
+    def encoded(self, row: int) -> bytes:
+        shard = self._shard(row)
+        offset, size = int(self.offsets[row]), int(self.sizes[row])
+        if not self.shards[shard].local:
+            return self._from_cells(shard, offset, size)
+        file = self._open.get(shard, self.shards[shard].open)
+        file.seek(offset)
+        return file.read(size)
+
+    def _from_cells(self, number: int, offset: int, size: int) -> bytes:
+        found = b""
+        for cell in range(offset // _CELL_BYTES, (offset + size - 1) // _CELL_BYTES + 1):
+            file, start = self._stretch(number, cell), cell * _CELL_BYTES
+            file.seek(max(offset - start, 0))
+            found += file.read(min(offset + size, start + _CELL_BYTES) - max(offset, start))
+        return found
+
+    def _stretch(self, number: int, cell: int) -> BinaryIO:
+        shard, start = self.shards[number], cell * _CELL_BYTES
+
+        def fetch(out: BinaryIO) -> None:
+            out.write(shard.read(start, min(_CELL_BYTES, shard.size - start)))
+
+        name = f"{_digest(shard.key, 'stretch')}_{cell}"
+        return self._open.get((number, cell), lambda: self.cache.open(name, fetch))
+
+
+def _tar_members(shard: Shard, columns: Columns) -> np.ndarray:
+    """Offset, size and label of each sample's image; the members of a sample follow one another."""
+
+    def read() -> np.ndarray:
+        rows: list[tuple[int, int, bytes]] = []
+        members: dict[str, tarfile.TarInfo] = {}
+        sample = ""
+        with shard.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
+            for member in archive:
+                folder, _, base = member.name.rpartition("/")
+                key, dot, suffix = base.partition(".")
+                if not member.isfile() or not dot or base.startswith("__"):
+                    continue
+                if members and f"{folder}/{key}" != sample:
+                    rows.append(_tar_sample(shard, sample, members, archive, columns))
+                    members = {}
+                sample = f"{folder}/{key}"
+                members[suffix.lower()] = member
+            if members:
+                rows.append(_tar_sample(shard, sample, members, archive, columns))
+        width = max([len(label) for _, _, label in rows], default=0) or 1
+        return np.array(rows, dtype=[("offset", np.int64), ("size", np.int64), ("label", f"S{width}")])
+
+    return shard.patiently(read)
+
+
+def _tar_sample(
+    shard: Shard, sample: str, members: dict[str, tarfile.TarInfo], archive: tarfile.TarFile, columns: Columns
+) -> tuple[int, int, bytes]:
+    there = f"{shard.url}: sample {sample.strip('/')} has {', '.join(members)}"
+    images = [suffix for suffix in members if f".{suffix.rsplit('.', 1)[-1]}" in decoding.SUFFIXES]
+    if columns.image is not None:
+        images = [suffix for suffix in members if suffix == columns.image]
+    if len(images) != 1:
+        raise UserError(f"{there}: which is its image is not clear; say it by data.image_column=SUFFIX")
+    suffix, _, key = (columns.label or "cls").partition(".")
+    label = b""
+    if suffix in members:
+        text = archive.extractfile(members[suffix]).read()  # type: ignore[union-attr]
+        try:
+            label = str(json.loads(text)[key]).encode() if key else text.strip()
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{there}, but no {key} in the JSON of {suffix}: data.label_column={columns.label}"
+            ) from None
+    elif columns.label is not None:
+        raise UserError(f"{there}, but nothing of data.label_column={columns.label}")
+    return members[images[0]].offset_data, members[images[0]].size, label
+
+
+def open_tar(argument: str, split: str, columns: Columns, cache: DiskCache) -> TarRows:
+    """wds:GLOB."""
+    return TarRows(_found("wds", argument, split), columns, cache)
+
+
+# ---------------------------------------------------------------- Hugging Face data sets
+
+
+@dataclass(frozen=True)
+class ArrowRows:
+    """Rows of a Hugging Face data set in Arrow files; images stay encoded until they are asked for."""
+
+    rows: Any
+    source: str
+    image_column: str
+    classes: list[str] | None
+    labels: np.ndarray | None
+    fingerprint: str
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def name(self, row: int) -> str:
+        return f"{self.source} row {row}"
+
+    def encoded(self, row: int) -> bytes:
+        cell = self.rows[row][self.image_column]
+        if cell["bytes"] is not None:
+            return cell["bytes"]
+        try:
+            return Path(cell["path"]).read_bytes()
+        except OSError as error:
+            raise ImageError(f"{self.name(row)} can't be read: {error}; repair it or remove the row") from None
+
+    def picture(self, row: int) -> decoding.Picture:
+        return decoding.open_picture(self.encoded(row), self.name(row))
+
+
+def open_hub(argument: str, split: str, columns: Columns, cache: DiskCache) -> ParquetRows | TarRows | ArrowRows:
+    """hub:NAME[@REVISION]: a data set of the Hugging Face hub, or a local copy of one.
+
+    Data sets of Parquet or tar files are read where they lie, all others through the library's own copy.
+    """
+    import datasets
+
+    name, _, revision = argument.partition("@")
+    source = f"hub:{argument}"
+    try:
+        if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "state.json").is_file():
+            rows = datasets.load_from_disk(name)
+            return _arrow(source, split, columns, rows[split] if isinstance(rows, datasets.DatasetDict) else rows)
+        builder = datasets.load_dataset_builder(name, revision=revision or None)
+        files = builder.config.data_files or {}
+        kind = type(builder).__module__.rsplit(".", 1)[-1]
+        if kind in ("parquet", "webdataset") and split in files:
+            shards = _described(str(file) for file in files[split])
+            if kind == "parquet":
+                return _parquet(source, shards, columns, cache, builder.info.features)
+            return TarRows(shards, columns, cache)
+        return _arrow(source, split, columns, datasets.load_dataset(name, split=split, revision=revision or None))
+    except UserError:
+        raise
+    except Exception as error:  # the library raises many kinds, all of which mean: not to be had
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"data.source={source}: split {split} can't be loaded: {reason}") from None
+
+
+def _arrow(source: str, split: str, columns: Columns, rows: Any) -> ArrowRows:
+    import datasets
+
+    chosen = _choose(source, rows.features, columns)
+    label = rows.features[chosen.label] if chosen.label else None
+    names = label.names if isinstance(label, datasets.ClassLabel) else None
+    classes = labels = None
+    if chosen.label:
+        column = _plain(rows.data.column(chosen.label).to_numpy(), chosen.label)
+        classes, labels = _as_classes([column], names, chosen.label)
+    fingerprint = rows._fingerprint
+    rows = rows.select_columns([chosen.image]).cast_column(chosen.image, datasets.Image(decode=False))
+    starts = np.array([0, len(rows)])
+    return ArrowRows(rows, f"{source} {split}", str(chosen.image), classes, labels, fingerprint, starts)
+
+
+# ---------------------------------------------------------------- files, and what is kept about them
+
+
+def _found(kind: str, pattern: str, split: str) -> list[Shard]:
+    """The files of one split: where `{split}` stands for its name, or a part of the file's name is it."""
+    source = f"data.source={kind}:{pattern}"
+    files = _matching(pattern.replace("{split}", split))
+    if not files:
+        raise UserError(f"{source}: no file matches{f' for split {split}' if '{split}' in pattern else ''}")
+    if "{split}" not in pattern:
+        named = {file: set(re.split(r"[^a-z0-9]+", file.rsplit("/", 1)[-1].lower())) for file in files}
+        others = sorted({word for words in named.values() for word in words} & {*SPLITS, split})
+        if others:
+            files = [file for file in files if split in named[file]]
+        elif split != "train":
+            raise UserError(f"{source}: no file is named after a split, so all of them are the training split")
+        if not files:
+            raise UserError(f"{source}: no file of split {split}, but of {', '.join(others)}")
+    return _described(files)
+
+
+SPLITS = ("train", "validation", "val", "test")
+
+
+def names_a_split(pattern: str, split: str) -> bool:
+    """Whether any file of a glob belongs to a split of that name."""
+    if "{split}" in pattern:
+        return bool(_matching(pattern.replace("{split}", split)))
+    return any(split in re.split(r"[^a-z0-9]+", file.rsplit("/", 1)[-1].lower()) for file in _matching(pattern))
+
+
+def _matching(pattern: str) -> list[str]:
+    """Files of a glob, sorted; `{0..9}` is written out as in WebDataset."""
+    numbered = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if numbered:
+        first, last = numbered.groups()
+        each = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
+        return [file for text in each for file in _matching(pattern.replace(numbered.group(), text, 1))]
+    if "://" not in pattern:
+        return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+    filesystem, path = _filesystem(pattern)
+    protocol = pattern.partition("://")[0]
+    try:
+        found = filesystem.glob(path) if any(sign in path for sign in "*?[") else [path]
+    except Exception as error:
+        raise UserError(f"{pattern} can't be listed: {error}") from None
+    return sorted(file if "://" in file else f"{protocol}://{file.lstrip('/')}" for file in found)
+
+
+def _described(files: Iterable[str]) -> list[Shard]:
+    described = []
+    for file in files:
+        if "://" not in file:
+            status = os.stat(file)
+            described.append(Shard(file, status.st_size, str(status.st_mtime_ns)))
+            continue
+        filesystem, path = _filesystem(file)
+        try:
+            known = filesystem.info(path)
+        except Exception as error:
+            raise UserError(f"{file} can't be reached: {error}") from None
+        version = next((str(known[key]) for key in ("etag", "ETag", "blob_id", "sha", "mtime") if known.get(key)), "")
+        described.append(Shard(file, int(known["size"]), version))
+    return described
+
+
+def _filesystem(url: str) -> tuple[Any, str]:
+    """A file system of this process, for fsspec's are not to be shared with a forked worker."""
+    import fsspec.core
+
+    try:
+        return fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise UserError(f"{url}: {error}") from None
+
+
+def _kept(shard: Shard, what: str, make: Callable[[Shard], np.ndarray]) -> np.ndarray:
+    """An array about a shard that is made once, for all later runs."""
+
+    def write(out: BinaryIO) -> None:
+        np.save(out, shard.patiently(lambda: make(shard)), allow_pickle=False)
+
+    with DiskCache(default_folder() / "index").open(f"{_digest(shard.key, what)}.npy", write) as file:
+        return np.load(file, allow_pickle=False)
+
+
+def _listed(shards: Sequence[Shard], title: str) -> Iterable[Shard]:
+    """The shards, behind a progress bar where it takes a while."""
+    return tqdm(shards, desc=title, unit="file", delay=2, leave=False, disable=None)
+
+
+def _plain(values: np.ndarray, column: str | None) -> np.ndarray:
+    """Labels as whole numbers or as texts; raises UserError where they are something else."""
+    if values.dtype.kind in "iu":
+        return values
+    if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
+        return values.astype(str)
+    example = type(values.flat[0]).__name__ if len(values) else "nothing"
+    raise UserError(f"data.label_column={column}: labels must be whole numbers or texts, one an image, not {example}")
+
+
+def _as_classes(
+    columns: Sequence[np.ndarray], names: list[str] | None, column: str | None
+) -> tuple[list[str] | None, np.ndarray | None]:
+    """Class names and labels, int32, from what stands in a column; neither where labels are withheld."""
+    values = np.concatenate(columns)
+    if values.dtype.kind not in "iu":
+        classes, labels = np.unique(values, return_inverse=True)
+        return classes.tolist(), labels.astype(np.int32)
+    if (values < 0).any():  # a test split whose labels are withheld
+        return None, None
+    labels = values.astype(np.int32)
+    names = names or [str(number) for number in range(int(labels.max(initial=-1)) + 1)]
+    if labels.max(initial=0) >= len(names):
+        raise UserError(f"data.label_column={column}: label {labels.max()}, but there are {len(names)} class names")
+    return names, labels
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
