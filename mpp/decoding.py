@@ -8,6 +8,7 @@ is not installed. Both give the same pixels, bit for bit (tests/test_decoding.py
 
 import io
 import os
+import re
 import warnings
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,9 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # where Pillow, too, refuses a decompression bomb
 _ORIENTATION = 0x0112  # the EXIF tag
+# Within the pixels of a JPEG: what is no restart, and, where there are several scans, starts none of them.
+_MARKERS = re.compile(rb"\xff[^\x00\xd0-\xd7]")
+_PROGRESSIVE_MARKERS = re.compile(rb"\xff[^\x00\xd0-\xd7\xc4\xda]")
 _NARROW = 16  # pixels; libjpeg-turbo interpolates the colours of a region of one column otherwise than of the whole
 
 
@@ -164,9 +168,10 @@ def resize(pixels: np.ndarray, height: int, width: int) -> np.ndarray:
     """
     if pixels.shape[:2] == (height, width):
         return pixels
-    planes = torch.from_numpy(pixels).permute(2, 0, 1)[None]
-    resized = torch.nn.functional.interpolate(planes, (height, width), mode="bilinear", antialias=True)
-    return resized[0].permute(1, 2, 0).contiguous().numpy()
+    # In this order of strides torch sees channels that lie side by side, and neither takes them apart nor joins them.
+    image = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
+    resized = torch.nn.functional.interpolate(image, (height, width), mode="bilinear", antialias=True)
+    return resized.permute(0, 2, 3, 1)[0].contiguous().numpy()
 
 
 def mirror(pixels: np.ndarray) -> np.ndarray:
@@ -180,15 +185,25 @@ def decodes_jpeg_in_part() -> bool:
 
 
 def _decodes_in_part(encoded: bytes) -> bool:
-    """Whether this is a JPEG whose end is where it should be, which is not turned.
+    """Whether this is a JPEG without visible damage, which is not turned.
 
-    A file that was cut has no end marker, one that was damaged may have it in the middle, and a decoder
-    that needs only the upper rows would see neither.
+    A file that was cut has no end marker, and a damaged one may have a marker in the middle. A decoder that
+    needs only some rows would see neither, or give grey for what is lost. Pillow decides about such a file.
     """
-    if not encoded.startswith(b"\xff\xd8\xff") or encoded.find(b"\xff\xd9") != len(encoded) - 2:
+    if not encoded.startswith(b"\xff\xd8\xff") or not encoded.endswith(b"\xff\xd9"):
         return False
-    head = encoded[: encoded.find(b"\xff\xda")]
-    if b"Exif\0\0" in head or b"Orientation" in head:  # EXIF, or its copy in XMP
+    at, markers, described = 2, _MARKERS, False
+    while (kind := encoded[at + 1]) != 0xDA:  # the segments before the pixels, each with its length
+        length = int.from_bytes(encoded[at + 2 : at + 4], "big")
+        if encoded[at] != 0xFF or at + length + 4 > len(encoded):
+            return False
+        markers = _PROGRESSIVE_MARKERS if kind == 0xC2 else markers
+        described = described or kind == 0xE1  # EXIF or XMP
+        at += 2 + length
+    end = markers.search(encoded, at + 2)
+    if end is None or end.start() != len(encoded) - 2:
+        return False
+    if described:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,10 +38,20 @@ class DiskCache:
         while True:
             try:
                 file = path.open("rb")
-                os.utime(path)
-                return file
             except FileNotFoundError:  # not made yet, or just dropped by another process
                 self._make(path, make)
+            except OSError as error:
+                raise self._unusable(error) from None
+            else:
+                with suppress(OSError):  # a folder that others own can still be read
+                    os.utime(path)
+                return file
+
+    def _unusable(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.folder} can't be used ({error.strerror or error}); make room, lower runtime.cache_gb, or name "
+            "another folder in the environment's XDG_CACHE_HOME"
+        )
 
     def _make(self, path: Path, make: Callable[[BinaryIO], None]) -> None:
         try:
@@ -55,10 +66,7 @@ class DiskCache:
                     self._drop(self.limit - draft.stat().st_size)
                 draft.replace(path)
         except OSError as error:
-            raise UserError(
-                f"{self.folder} can't be written ({error.strerror or error}); make room, lower runtime.cache_gb, or "
-                "name another folder in the environment's XDG_CACHE_HOME"
-            ) from None
+            raise self._unusable(error) from None
 
     def _drop(self, limit: int) -> None:
         """Removes the least recently opened files until the rest is no larger than the limit."""

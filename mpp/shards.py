@@ -102,21 +102,28 @@ class Shard:
 
 
 class _OpenFiles:
-    """The files that one process has open, the least recently used of which is closed for a new one."""
+    """The files that one process has open, each with something that belongs to it; the least recently used go."""
 
     def __init__(self) -> None:
-        self.files: OrderedDict[Any, Any] = OrderedDict()
-        self.process = 0
+        self.files: OrderedDict[Any, tuple[BinaryIO, Any]] = OrderedDict()
+        self.process = os.getpid()
 
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
+    def get(self, key: Any, make: Callable[[], tuple[BinaryIO, Any]]) -> tuple[BinaryIO, Any]:
         if self.process != os.getpid():  # a forked worker would share the place in a file with its parent
-            self.files, self.process = OrderedDict(), os.getpid()
+            self.close()
+            self.process = os.getpid()
         if key not in self.files:
             self.files[key] = make()
             if len(self.files) > _OPEN_FILES:
-                self.files.popitem(last=False)
+                self.files.popitem(last=False)[1][0].close()
         self.files.move_to_end(key)
         return self.files[key]
+
+    def close(self) -> None:
+        while self.files:
+            self.files.popitem()[1][0].close()
+
+    __del__ = close
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OpenFiles, ()
@@ -357,7 +364,7 @@ class TarRows(_Rows):
         offset, size = int(self.offsets[row]), int(self.sizes[row])
         if not self.shards[shard].local:
             return self._from_cells(shard, offset, size)
-        file = self._open.get(shard, self.shards[shard].open)
+        file, _ = self._open.get(shard, lambda: (self.shards[shard].open(), None))
         file.seek(offset)
         return file.read(size)
 
@@ -376,7 +383,7 @@ class TarRows(_Rows):
             out.write(shard.read(start, min(_CELL_BYTES, shard.size - start)))
 
         name = f"{_digest(shard.key, 'stretch')}_{cell}"
-        return self._open.get((number, cell), lambda: self.cache.open(name, fetch))
+        return self._open.get((number, cell), lambda: (self.cache.open(name, fetch), None))[0]
 
 
 def _tar_members(shard: Shard, columns: Columns) -> np.ndarray:
@@ -571,11 +578,9 @@ def _described(files: Iterable[str]) -> list[Shard]:
             continue
         filesystem, path = _filesystem(file)
         try:
-            known = filesystem.info(path)
+            described.append(Shard(file, int(filesystem.info(path)["size"]), filesystem.ukey(path)))
         except Exception as error:
             raise UserError(f"{file} can't be reached: {error}") from None
-        version = next((str(known[key]) for key in ("etag", "ETag", "blob_id", "sha", "mtime") if known.get(key)), "")
-        described.append(Shard(file, int(known["size"]), version))
     return described
 
 

@@ -114,7 +114,7 @@ class Folder:
         return len(self.files)
 
     def name(self, row: int) -> str:
-        return str(self.root / self.files[row])
+        return f"{self.root}{os.sep}{self.files[row]}"
 
     def encoded(self, row: int) -> bytes:
         try:

@@ -237,10 +237,30 @@ def test_a_damaged_jpeg_is_the_same_to_both_or_refused(places, cut):
         found = whole(encoded)
     except ImageError:
         found = None
-    if expected is not None:
-        assert found is not None and np.array_equal(found, expected)
-    if cut:
-        assert found is None  # never half an image in grey
+    assert (found is None) == (expected is None or cut)  # never half an image in grey
+    assert found is None or np.array_equal(found, expected)
+
+
+@fast
+def test_a_marker_within_the_pixels_is_damage():
+    # The byte after one 0xff is set, which libjpeg takes for the end of what it can decode: the rest is grey to it.
+    encoded = bytearray(saved(Image.open(PHOTOGRAPHS[0]).crop((0, 100, 200, 260)), format="JPEG"))
+    at = encoded.find(b"\xff\x00", len(encoded) // 2)
+    encoded[at + 1] = 0x83
+    assert isinstance(decoding.open_picture(saved(chelsea(), format="JPEG"), "a file"), decoding._Jpeg)
+    with pytest.raises(ImageError, match="a file can't be read as an image: broken data stream"):
+        decoding.open_picture(bytes(encoded), "a file").region((0, 0, 200, 160))
+
+
+@fast
+def test_a_thumbnail_in_the_metadata_is_not_taken_for_the_image():
+    thumbnail = saved(chelsea().resize((64, 48)), format="JPEG")
+    exif = b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0" + thumbnail
+    encoded = saved(chelsea(), format="JPEG", exif=exif)
+    assert encoded.count(b"\xff\xda") == 2
+    found = decoding.open_picture(encoded, "a file")
+    assert isinstance(found, decoding._Jpeg) and (found.width, found.height) == (451, 300)
+    assert np.array_equal(found.region((0, 0, 451, 300)), decoding.decode_whole(encoded, "a file").array)
 
 
 def test_a_cut_file_is_refused_even_where_the_crop_is_whole():

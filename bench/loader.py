@@ -1,0 +1,308 @@
+"""Images a second and core: this package's loader, timm's, Hugging Face datasets with torchvision, and a bare decoder.
+
+    python bench/loader.py                  # a few minutes; a table, and one JSON object as the last line
+    python bench/loader.py --rounds 3 --images 100
+
+All read the same JPEG files, crop them at random (area 5 % to 100 %, aspect 3/4 to 4/3, bilinear), flip half of them
+and collate batches of uint8 at 224 pixels. Contestants take turns within a round, so that what slows the machine
+slows them all; ratios are medians over the rounds. The sizes of the files are made, their contents are photographs.
+"""
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: a core is a core
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from PIL import Image
+
+from mpp import data, decoding, sources
+
+PHOTOGRAPHS = (
+    "skimage/data/rocket.jpg",
+    "skimage/data/hubble_deep_field.jpg",
+    "skimage/data/retina.jpg",
+    "sklearn/datasets/images/china.jpg",
+    "sklearn/datasets/images/flower.jpg",
+)
+WIDTH, HEIGHT, SIDE, AREA = 500, 375, 224, (0.05, 1.0)
+
+
+def write_photographs(folder: Path, count: int) -> list[Path]:
+    """Distinct crops of about ImageNet's size, in JPEGs of quality 75 to 95."""
+    draw, files = np.random.default_rng(0), []
+    for number in range(count):
+        package, _, inside = PHOTOGRAPHS[number % len(PHOTOGRAPHS)].partition("/")
+        spec = importlib.util.find_spec(package)
+        picture = Image.open(Path(spec.submodule_search_locations[0], inside)).convert("RGB")
+        left = int(draw.integers(picture.width - WIDTH + 1))
+        top = int(draw.integers(picture.height - HEIGHT + 1))
+        file = folder / "train" / f"class_{number % 2}" / f"{number:05d}.jpg"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        crop = picture.crop((left, top, left + WIDTH, top + HEIGHT))
+        crop.save(file, quality=int(draw.integers(75, 96)))
+        files.append(file)
+    return files
+
+
+# ---------------------------------------------------------------- contestants: batches of one epoch
+
+
+def ours(folder: Path, batch: int, workers: int) -> Iterator[Any]:
+    source = sources.open_source(f"folder:{folder}", "train")
+    samples = data.TrainingSamples(source, range(len(source)), 0, data.View(SIDE, area=AREA), lambda epoch, index: {})
+    return data.training_batches(
+        samples,
+        first_step=0,
+        steps=len(source) // batch,
+        batch_size=batch,
+        micro_batch=batch,
+        processes=1,
+        process=0,
+        workers=workers,
+        device=torch.device("cpu"),
+    )
+
+
+def timm_loader(folder: Path, batch: int, workers: int) -> Iterator[Any]:
+    from timm.data import ImageDataset, create_loader
+
+    loader = create_loader(
+        ImageDataset(str(folder / "train")),
+        (3, SIDE, SIDE),
+        batch,
+        is_training=True,
+        use_prefetcher=True,  # its fastest way: uint8 out of the workers
+        device=torch.device("cpu"),
+        scale=AREA,
+        color_jitter=None,
+        interpolation="bilinear",
+        num_workers=workers,
+        persistent_workers=False,
+        pin_memory=False,
+    )
+    return iter(loader.loader)  # without the normalisation that follows on the device
+
+
+def datasets_torchvision(folder: Path, batch: int, workers: int) -> Iterator[Any]:
+    import datasets
+    from torchvision.transforms import v2
+
+    crop = v2.Compose(
+        [v2.RandomResizedCrop(SIDE, scale=AREA, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
+    )
+    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(folder / "cache"))
+    rows = rows.with_transform(
+        lambda cells: {"image": [crop(image.convert("RGB")) for image in cells["image"]], "label": cells["label"]}
+    )
+    return iter(torch.utils.data.DataLoader(rows, batch, shuffle=True, num_workers=workers, drop_last=True))
+
+
+CONTESTANTS: dict[str, Callable[[Path, int, int], Iterator[Any]]] = {
+    "ours": ours,
+    "timm create_loader": timm_loader,
+    "datasets + torchvision v2": datasets_torchvision,
+}
+
+
+def raw_decoders() -> dict[str, Callable[[bytes], Any]]:
+    """Plain full decodes of an encoded JPEG to RGB."""
+    found: dict[str, Callable[[bytes], Any]] = {
+        "Pillow": lambda encoded: np.asarray(Image.open(io.BytesIO(encoded)).convert("RGB"))
+    }
+    if decoding.decodes_jpeg_in_part():
+        library, decoder, parameters = decoding._jpeg_decoder(os.getpid())
+        found["nvImageCodec"] = lambda encoded: np.asarray(
+            decoder.decode(library.CodeStream(encoded), params=parameters)
+        )
+    if importlib.util.find_spec("simplejpeg"):
+        import simplejpeg
+
+        found["simplejpeg"] = simplejpeg.decode_jpeg
+    return found
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def run(batches: Iterator[Any], skip: int) -> tuple[float, list[float]]:
+    """Batches a second after the first `skip`, and the seconds that each took to come."""
+    waits, began = [], 0.0
+    for number, _ in enumerate(iter(lambda: next(batches, None), None)):
+        now = time.perf_counter()
+        if number >= skip:
+            waits.append(now - before)
+        else:
+            began = now
+        before = now
+    return len(waits) / (before - began), waits
+
+
+def private_megabytes(process: int) -> float:
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1000
+
+
+def worker_megabytes(make: Callable[[Path, int, int], Iterator[Any]], folder: Path, batch: int) -> float:
+    """What one loader process weighs that it shares with no other, after half of an epoch."""
+    import multiprocessing
+
+    batches = make(folder, batch, 1)
+    total = len(list((folder / "train").rglob("*.jpg"))) // batch
+    for _ in range(max(total // 2, 1)):
+        next(batches)
+    weight = max(private_megabytes(child.pid) for child in multiprocessing.active_children())
+    for _ in batches:
+        pass
+    return weight
+
+
+def parts_of_ours(files: list[Path]) -> dict[str, float]:
+    """Where the microseconds of one image go, each part timed apart on the same crops."""
+    from mpp import draws
+
+    encoded = [file.read_bytes() for file in files]
+    names = [str(file) for file in files]
+    raws = [draws.words(0, "augment", 0, number, data.crop_words()) for number in range(len(files))]
+    pictures = [decoding.open_picture(one, name) for one, name in zip(encoded, names, strict=True)]
+    boxes = [
+        data._crop_box(picture.width, picture.height, AREA, draws.uniforms(raw)[1:])
+        for picture, raw in zip(pictures, raws, strict=True)
+    ]
+    regions = [picture.region(box) for picture, box in zip(pictures, boxes, strict=True)]
+    squares = [decoding.resize(region, SIDE, SIDE) for region in regions]
+    samples = [{"index": 0, "images": square, "labels": 0} for square in squares[:32]]
+    parts: dict[str, Callable[[int], Any]] = {
+        "read the file": lambda i: files[i].read_bytes(),
+        "draw the crop": lambda i: data._crop_box(
+            WIDTH, HEIGHT, AREA, draws.uniforms(draws.words(0, "augment", 0, i, data.crop_words()))[1:]
+        ),
+        "look at the header": lambda i: decoding.open_picture(encoded[i], names[i]),
+        "decode the crop": lambda i: pictures[i].region(boxes[i]),
+        "resize": lambda i: decoding.resize(regions[i], SIDE, SIDE),
+        "mirror half": lambda i: decoding.mirror(squares[i]) if i % 2 else None,
+    }
+    spent = {name: _microseconds(part, len(files)) for name, part in parts.items()}
+    spent["collate"] = _microseconds(lambda _: data._collate([dict(sample) for sample in samples]), 20) / len(samples)
+    return spent
+
+
+def _microseconds(action: Callable[[int], Any], count: int) -> float:
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for number in range(count):
+            action(number)
+        best = min(best, (time.perf_counter() - began) / count)
+    return best * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=320, help="JPEG files to make")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--workers", type=int, nargs="*", default=None, help="also measured; default 1 to the cores")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        files = write_photographs(folder, flags.images)
+        cores = len(os.sched_getaffinity(0))
+        result = compare(folder, files, flags.batch, flags.rounds, flags.workers or list(range(1, cores + 1)), cores)
+    print(json.dumps(result))
+
+
+def compare(folder: Path, files: list[Path], batch: int, rounds: int, workers: list[int], cores: int) -> dict[str, Any]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    sizes = sorted(file.stat().st_size for file in files)
+    print(f"{len(files)} JPEGs of {WIDTH} x {HEIGHT} pixels, {sizes[len(sizes) // 2] / 1000:.0f} kB in the middle;")
+    print(f"crops of {SIDE} pixels in batches of {batch}; {rounds} rounds; {describe(cores)}\n")
+
+    encoded = [file.read_bytes() for file in files]
+    decoders = raw_decoders()
+    rates: dict[str, list[float]] = {name: [] for name in (*CONTESTANTS, *decoders)}
+    waits: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for _ in range(rounds):
+        for name, make in CONTESTANTS.items():
+            rate, waited = run(make(folder, batch, 0), skip=1)
+            rates[name].append(rate * batch)
+            waits[name] += waited
+        for name, decode in decoders.items():
+            began = time.perf_counter()
+            for one in encoded:
+                decode(one)
+            rates[name].append(len(encoded) / (time.perf_counter() - began))
+    raw = max(decoders, key=lambda name: float(np.median(rates[name])))
+
+    def ratio(other: str) -> float:
+        return float(np.median(np.array(rates["ours"]) / np.array(rates[other])))
+
+    print("| one core, no worker | images/s | ours / it | batch p50 ms | batch p99 ms | worker MB |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, make in CONTESTANTS.items():
+        p50, p99 = np.percentile(waits[name], [50, 99]) * 1000
+        weight = worker_megabytes(make, folder, batch) if Path("/proc/self/smaps_rollup").exists() else float("nan")
+        shown = f"{np.median(rates[name]):.0f} | {ratio(name):.2f} | {p50:.0f} | {p99:.0f} | {weight:.0f}"
+        print(f"| {name} | {shown} |")
+    for name in decoders:
+        print(f"| {name}, decode alone | {np.median(rates[name]):.0f} | {ratio(name):.2f} | | | |")
+
+    print("\n| workers | " + " | ".join(CONTESTANTS) + " | (images/s)")
+    print("| --- |" + " --- |" * len(CONTESTANTS))
+    growth = {}
+    for count in workers:
+        by_name = {name: [] for name in CONTESTANTS}
+        for _ in range(max(rounds // 2, 1)):
+            for name, make in CONTESTANTS.items():
+                by_name[name].append(run(make(folder, batch, count), skip=2 * count)[0] * batch)
+        growth[count] = {name: float(np.median(found)) for name, found in by_name.items()}
+        print(f"| {count} | " + " | ".join(f"{growth[count][name]:.0f}" for name in CONTESTANTS) + " |")
+
+    print("\n| where ours spends it | us an image |\n| --- | --- |")
+    spent = parts_of_ours(files)
+    for name, microseconds in spent.items():
+        print(f"| {name} | {microseconds:.0f} |")
+    print(f"| all of these | {sum(spent.values()):.0f} |\n")
+    return {
+        "ratio_timm": round(ratio("timm create_loader"), 3),
+        "ratio_raw_decoder": round(ratio(raw), 3),
+        "ratio_datasets_torchvision": round(ratio("datasets + torchvision v2"), 3),
+        "raw_decoder": raw,
+        "images_per_second": {name: round(float(np.median(found)), 1) for name, found in rates.items()},
+        "by_workers": growth,
+        "microseconds": {name: round(value, 1) for name, value in spent.items()},
+        "files": len(files),
+        "median_bytes": sizes[len(sizes) // 2],
+        "machine": describe(cores),
+    }
+
+
+def describe(cores: int) -> str:
+    info = Path("/proc/cpuinfo")
+    model = (
+        next((line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), "")
+        if (info.is_file())
+        else platform.processor()
+    )
+    return f"{model}, {cores} cores, {platform.system()}, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()
