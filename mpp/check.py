@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from mpp import command_line, decoding, shards, sources
-from mpp.errors import UserError
+from mpp.data import outlive_signals, start_method
+from mpp.errors import ImageError, UserError
 from mpp.files import write_text
 from mpp.shards import Columns
 from mpp.sources import Source
@@ -70,7 +71,14 @@ def check_split(source: Source, split: str, workers: int) -> Report:
     broken: dict[int, str] = {}
     turned = 0
     batches = [list(range(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
-    loader = DataLoader(_Facts(source), batch_sampler=batches, num_workers=workers, collate_fn=list)
+    loader = DataLoader(
+        _Facts(source),
+        batch_sampler=batches,
+        num_workers=workers,
+        collate_fn=list,
+        worker_init_fn=outlive_signals,
+        multiprocessing_context=start_method(workers),
+    )
     with tqdm(total=count, desc=f"reading {split}", unit="img", unit_scale=True, disable=None) as bar:
         for batch in loader:
             for fact in batch:
@@ -104,7 +112,7 @@ class _Facts(Dataset):
             fact |= {"bytes": len(encoded), "digest": int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")}
             decoding.decode_whole(encoded, self.source.name(row))
             fact |= _header(encoded)
-        except decoding.ImageError as error:
+        except ImageError as error:
             fact["error"] = str(error)
         except UserError as error:
             return error

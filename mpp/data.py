@@ -33,7 +33,7 @@ _CROP_ATTEMPTS = 10
 _REPLACEMENTS = 20  # samples that are tried in the place of a broken one
 
 PerSample = Callable[[int, int], Mapping[str, np.ndarray]]
-Broken = tuple[int, str]  # a row and what is wrong with it
+Broken = list[tuple[int, str]]  # rows that a sample was to be read from, each with what is wrong with it
 
 
 @dataclass(frozen=True)
@@ -212,11 +212,11 @@ class TrainingSamples(Dataset):
         index = int(self.rows[place])
         raw = draws.words(self.seed, "augment", epoch, index, crop_words())
         extra = self.per_sample(epoch, index)
-        broken: list[Broken] = []
+        broken: Broken = []
         for row in (index, *self._replacements(epoch, index)):
             sample = _sample(self.source, row, lambda picture: self.view.train(picture, raw), self.labels, extra)
             if not isinstance(sample, UserError):
-                return {**sample, "broken": broken}
+                return {**sample, "broken": broken} if broken else sample
             if not self.replace or not isinstance(sample, ImageError):
                 return sample
             broken.append((row, str(sample)))
@@ -267,7 +267,7 @@ def _collate(samples: list[dict[str, Any] | UserError]) -> dict[str, Any] | User
     for sample in samples:
         if isinstance(sample, UserError):
             return sample
-        broken += sample.pop("broken", [])
+        broken += [sample.pop("broken")] if "broken" in sample else []
         whole.append(sample)
     return {"broken": broken} | {key: torch.from_numpy(np.stack([sample[key] for sample in whole])) for key in whole[0]}
 
@@ -286,10 +286,15 @@ def _first() -> Iterator[list[int]]:
     yield [0]
 
 
-def _outlive_signals(_: int) -> None:
+def outlive_signals(_: int) -> None:
     """A worker leaves when its process does; a signal to all of them is that process's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def start_method(workers: int) -> str | None:
+    """How loader processes begin: by a fork where that is possible, so that they share the source's index."""
+    return "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None
 
 
 def load(
@@ -303,21 +308,20 @@ def load(
 
     Args:
         batches: the keys of the samples of each batch.
-        found_broken: told of every image that was replaced in a batch, before the batch is used.
+        found_broken: told of every sample of a batch that was replaced, before the batch is used.
 
     Raises:
         ImageError: an image can't be read.
     """
-    forks = workers > 0 and "fork" in multiprocessing.get_all_start_methods()
     loader = DataLoader(
         samples,
         batch_sampler=_Batches(batches),
         num_workers=workers,
         collate_fn=_collate,
-        worker_init_fn=_outlive_signals,
+        worker_init_fn=outlive_signals,
         generator=torch.Generator(),  # the loader would else draw from the one that dropout uses
         pin_memory=device.type == "cuda",
-        multiprocessing_context="fork" if forks else None,  # workers share the source's index with their parent
+        multiprocessing_context=start_method(workers),
     )
     for batch in loader:
         if isinstance(batch, UserError):

@@ -102,8 +102,6 @@ def open_picture(encoded: bytes, name: str) -> Picture:
     Raises:
         ImageError: it can't be read, naming it; some damage shows only when the pixels are asked for.
     """
-    if not encoded:
-        raise ImageError(f"{name} can't be read as an image: it is empty; repair or remove it")
     if _decodes_in_part(encoded):
         library, _, _ = _jpeg_decoder(os.getpid())
         try:
@@ -118,6 +116,8 @@ def open_picture(encoded: bytes, name: str) -> Picture:
 
 def decode_whole(encoded: bytes, name: str) -> Pixels:
     """All pixels of an encoded image, by Pillow; raises ImageError naming it."""
+    if not encoded:
+        raise ImageError(f"{name} can't be read as an image: it is empty; repair or remove it")
     return Pixels(np.array(read_rgb(io.BytesIO(encoded), name)))
 
 

@@ -137,12 +137,12 @@ class BrokenImages:
     ) -> None:
         self.file, self.accelerator, self.console = folder / "broken.jsonl", accelerator, console
         self.name, self.limit, self.replaced = name, limit, replaced
-        self.new: list[tuple[int, str]] = []
+        self.new: list[list[tuple[int, str]]] = []
         lines = self.file.read_text().splitlines() if self.file.is_file() else []
         self.rows = {json.loads(line)["row"] for line in lines}
 
-    def found(self, broken: Sequence[tuple[int, str]]) -> None:
-        """Rows that this process has replaced, each with what is wrong with it."""
+    def found(self, broken: Sequence[list[tuple[int, str]]]) -> None:
+        """Samples that this process has replaced: for each, the rows that were broken, with what is wrong."""
         self.new += broken
 
     def share(self) -> int:
@@ -153,7 +153,7 @@ class BrokenImages:
         everywhere = gather_object(self.new)
         self.new = []
         self.replaced += len(everywhere)
-        fresh = {row: what for row, what in everywhere if row not in self.rows}
+        fresh = {row: what for sample in everywhere for row, what in sample if row not in self.rows}
         self.rows |= set(fresh)
         if fresh and self.accelerator.is_main_process:
             with self.file.open("a") as file:

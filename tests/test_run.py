@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from safetensors.torch import load_file
+from test_shards import NAMES, write_parquet
 
 from mpp import checkpoint, config, data, errors, job, run, run_folder, sources, wiring
 from mpp.console import Console
@@ -616,3 +617,120 @@ def test_the_newest_finished_pretraining_is_found(tiny, tmp_path):
     pretrain(tiny(), tmp_path / "unnamed")
     with pytest.raises(UserError, match="names no fine-tuning recipe"):
         run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'unnamed'}"])
+
+
+# ---- broken images, and sources in shards
+
+
+def folder_with_two_broken_images(tmp_path):
+    for row in range(24):
+        file = tmp_path / "photos" / f"{row:02d}.png"
+        file.parent.mkdir(exist_ok=True)
+        if row in (5, 11):
+            file.write_bytes(b"half an image")
+        else:
+            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
+    return f"data.source=folder:{tmp_path / 'photos'}"
+
+
+def test_a_broken_image_stops_the_run_by_name_and_what_was_saved_stays(tiny, tmp_path):
+    source = folder_with_two_broken_images(tmp_path)
+    with pytest.raises(UserError, match=r"photos/(05|11).png can't be read as an image: .*; repair or remove it"):
+        pretrain(tiny(), tmp_path / "run", source, "optim.steps=6", "runtime.save_every=1")
+    assert all(record["step"] < 3 for record in records(tmp_path / "run"))  # the first epoch meets both
+
+
+def test_broken_images_are_replaced_listed_and_counted(tiny, tmp_path, capsys):
+    changes = [
+        folder_with_two_broken_images(tmp_path),
+        "data.on_error=replace",
+        "optim.steps=9",
+        "runtime.log_every=3",
+        "runtime.log_inputs=true",
+    ]
+    pretrain(tiny(), tmp_path / "run", *changes)
+    listed = [json.loads(line) for line in (tmp_path / "run" / "broken.jsonl").read_text().splitlines()]
+    assert sorted(line["row"] for line in listed) == [5, 11]
+    assert {line["name"] for line in listed} == {str(tmp_path / "photos" / f"{row:02d}.png") for row in (5, 11)}
+    assert all("can't be read as an image" in line["error"] for line in listed)
+    assert capsys.readouterr().out.count("replaced by another image: ") == 2  # each named once
+    read = [json.loads(line) for line in (tmp_path / "run" / "inputs" / "process_0.jsonl").read_text().splitlines()]
+    rows = [row for line in read for row in line["index"]]
+    assert len(rows) == 9 * 8 and not {5, 11} & set(rows)
+    # Three epochs of 24 samples, in each of which two were to be read from the broken ones.
+    assert records(tmp_path / "run")[-1]["replaced"] == 6
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["figures"]["replaced"] == 6
+
+
+def test_a_stopped_run_goes_on_counting_what_it_replaced(tiny, tmp_path, monkeypatch):
+    source = folder_with_two_broken_images(tmp_path)
+    changes = [source, "data.on_error=replace", "optim.steps=9", "runtime.log_every=3"]
+    pretrain(tiny(), tmp_path / "straight", *changes)
+
+    real = data.load
+
+    def stops_after_four(*arguments):
+        for count, batch in enumerate(real(*arguments)):
+            if count == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    monkeypatch.setattr(data, "load", stops_after_four)
+    with pytest.raises(errors.Stopped):
+        pretrain(tiny(), tmp_path / "stopped", *changes)
+    monkeypatch.setattr(data, "load", real)
+    pretrain(tiny(), tmp_path / "stopped", *changes)
+    assert records(tmp_path / "stopped", *TIMES) == records(tmp_path / "straight", *TIMES)
+    assert same(weights(tmp_path / "stopped"), weights(tmp_path / "straight"))
+
+
+def test_more_broken_images_than_allowed_stop_the_run(tiny, tmp_path):
+    source = folder_with_two_broken_images(tmp_path)
+    with pytest.raises(UserError, match=r"2 images can't be read, more than data.max_broken=1; they are listed in"):
+        pretrain(tiny(), tmp_path / "run", source, "data.on_error=replace", "data.max_broken=1", "runtime.log_every=4")
+    assert len((tmp_path / "run" / "broken.jsonl").read_text().splitlines()) == 2
+
+
+def labelled_parquets(tmp_path, validation_names=NAMES):
+    for part in range(3):
+        numbers = range(8 * part, 8 * part + 8)
+        labels = [number % 3 for number in numbers]
+        write_parquet(tmp_path / "set" / f"train-{part}.parquet", numbers, labels)
+    write_parquet(tmp_path / "set" / "validation-0.parquet", range(24, 30), [0, 1, 2] * 2, names=validation_names)
+    return f"data.source=parquet:{tmp_path / 'set'}/*.parquet"
+
+
+def test_a_source_in_shards_is_trained_and_its_classes_are_written_down(tiny, tmp_path, capsys):
+    source = labelled_parquets(tmp_path)
+    pretrain(tiny(), tmp_path / "mpp", source, "data.shuffle_shards=2")
+    assert not (tmp_path / "mpp" / "classes.json").exists()
+    changes = [source, "objective.name=supervised", "runtime.workers=2"]
+    pretrain(tiny(), tmp_path / "run", *changes)
+    assert "24 images, 3 classes" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "classes.json").read_text()) == NAMES
+    assert json.loads((newest(tmp_path / "run") / "config.json").read_text())["label_names"] == NAMES
+    (tmp_path / "run" / "summary.json").unlink()  # as if it were not finished yet
+    write_parquet(
+        tmp_path / "set" / "train-0.parquet", range(8), [number % 3 for number in range(8)], names=NAMES[::-1]
+    )
+    with pytest.raises(UserError):
+        pretrain(tiny(), tmp_path / "run", *changes)
+
+
+def test_the_same_classes_in_another_order_are_refused(tiny, tmp_path):
+    source = labelled_parquets(tmp_path, NAMES[::-1])
+    with pytest.raises(UserError, match=r"train and validation have the same classes in another order"):
+        finetune(tiny(), tmp_path / "tuned", source)
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_cache_that_can_not_hold_two_windows_is_refused(tiny, tmp_path):
+    source = labelled_parquets(tmp_path)
+    with pytest.raises(UserError, match=r"runtime.cache_gb=1e-05 can't hold two windows of data.shuffle_shards=8"):
+        pretrain(tiny(), tmp_path / "run", source, "runtime.cache_gb=1e-5")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("crop", ["square", "short_side"])
+def test_every_crop_trains(tiny, tmp_path, crop):
+    pretrain(tiny(), tmp_path / crop, f"data.crop={crop}", "data.eval_crop=center", "data.resize=40", "optim.steps=2")
