@@ -14,6 +14,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import sys
 import tempfile
 import time
@@ -62,7 +63,11 @@ def write_photographs(folder: Path, count: int) -> list[Path]:
 
 
 def ours(folder: Path, batch: int, workers: int) -> Iterator[Any]:
-    source = sources.open_source(f"folder:{folder}", "train")
+    return _ours(f"folder:{folder}", batch, workers)
+
+
+def _ours(name: str, batch: int, workers: int) -> Iterator[Any]:
+    source = sources.open_source(name, "train")
     samples = data.TrainingSamples(source, range(len(source)), 0, data.View(SIDE, area=AREA), lambda epoch, index: {})
     return data.training_batches(
         samples,
@@ -75,6 +80,21 @@ def ours(folder: Path, batch: int, workers: int) -> Iterator[Any]:
         workers=workers,
         device=torch.device("cpu"),
     )
+
+
+def ours_from_parquet(folder: Path, batch: int, workers: int) -> Iterator[Any]:
+    """The same files in row groups of 100, none of them unpacked yet."""
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    shard = folder / "shards" / "train-0.parquet"
+    if not shard.exists():
+        shard.parent.mkdir()
+        files = sorted((folder / "train").rglob("*.jpg"))
+        table = pyarrow.table({"image": [{"bytes": file.read_bytes(), "path": None} for file in files]})
+        parquet.write_table(table, shard, row_group_size=100)
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+    return _ours(f"parquet:{shard}", batch, workers)
 
 
 def timm_loader(folder: Path, batch: int, workers: int) -> Iterator[Any]:
@@ -104,7 +124,9 @@ def datasets_torchvision(folder: Path, batch: int, workers: int) -> Iterator[Any
     crop = v2.Compose(
         [v2.RandomResizedCrop(SIDE, scale=AREA, antialias=True), v2.RandomHorizontalFlip(), v2.PILToTensor()]
     )
-    rows = datasets.load_dataset(str(folder), split="train", cache_dir=str(folder / "cache"))
+    rows = datasets.load_dataset(
+        "imagefolder", data_dir=str(folder / "train"), split="train", cache_dir=str(folder / "arrow")
+    )
     rows = rows.with_transform(
         lambda cells: {"image": [crop(image.convert("RGB")) for image in cells["image"]], "label": cells["label"]}
     )
@@ -113,6 +135,7 @@ def datasets_torchvision(folder: Path, batch: int, workers: int) -> Iterator[Any
 
 CONTESTANTS: dict[str, Callable[[Path, int, int], Iterator[Any]]] = {
     "ours": ours,
+    "ours from Parquet": ours_from_parquet,
     "timm create_loader": timm_loader,
     "datasets + torchvision v2": datasets_torchvision,
 }
@@ -139,16 +162,12 @@ def raw_decoders() -> dict[str, Callable[[bytes], Any]]:
 
 
 def run(batches: Iterator[Any], skip: int) -> tuple[float, list[float]]:
-    """Batches a second after the first `skip`, and the seconds that each took to come."""
-    waits, began = [], 0.0
-    for number, _ in enumerate(iter(lambda: next(batches, None), None)):
-        now = time.perf_counter()
-        if number >= skip:
-            waits.append(now - before)
-        else:
-            began = now
-        before = now
-    return len(waits) / (before - began), waits
+    """Batches a second after the first `skip` (one or more), and the seconds that each took to come."""
+    came = []
+    for _ in batches:
+        came.append(time.perf_counter())
+    waits = np.diff(came[skip - 1 :])
+    return len(waits) / float(waits.sum()), waits.tolist()
 
 
 def private_megabytes(process: int) -> float:
@@ -179,7 +198,7 @@ def parts_of_ours(files: list[Path]) -> dict[str, float]:
     raws = [draws.words(0, "augment", 0, number, data.crop_words()) for number in range(len(files))]
     pictures = [decoding.open_picture(one, name) for one, name in zip(encoded, names, strict=True)]
     boxes = [
-        data._crop_box(picture.width, picture.height, AREA, draws.uniforms(raw)[1:])
+        data._crop_box(picture.width, picture.height, AREA, draws.uniforms(raw)[1:].tolist())
         for picture, raw in zip(pictures, raws, strict=True)
     ]
     regions = [picture.region(box) for picture, box in zip(pictures, boxes, strict=True)]
@@ -188,7 +207,7 @@ def parts_of_ours(files: list[Path]) -> dict[str, float]:
     parts: dict[str, Callable[[int], Any]] = {
         "read the file": lambda i: files[i].read_bytes(),
         "draw the crop": lambda i: data._crop_box(
-            WIDTH, HEIGHT, AREA, draws.uniforms(draws.words(0, "augment", 0, i, data.crop_words()))[1:]
+            WIDTH, HEIGHT, AREA, draws.uniforms(draws.words(0, "augment", 0, i, data.crop_words()))[1:].tolist()
         ),
         "look at the header": lambda i: decoding.open_picture(encoded[i], names[i]),
         "decode the crop": lambda i: pictures[i].region(boxes[i]),
@@ -221,6 +240,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         files = write_photographs(folder, flags.images)
         cores = len(os.sched_getaffinity(0))
         result = compare(folder, files, flags.batch, flags.rounds, flags.workers or list(range(1, cores + 1)), cores)

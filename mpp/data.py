@@ -6,6 +6,7 @@ processes nor a resume can change what a step reads.
 python mpp/data.py check SOURCE  reads a source once and reports what is in it.
 """
 
+import math
 import multiprocessing
 import signal
 import sys
@@ -61,7 +62,7 @@ class View:
 
     def train(self, picture: Picture, raw: np.ndarray) -> np.ndarray:
         """One random crop, uint8 [image_size, image_size, 3], from `crop_words()` random words."""
-        chance = draws.uniforms(raw)
+        chance = draws.uniforms(raw).tolist()
         if self.crop == "inception":
             box = _crop_box(picture.width, picture.height, self.area, chance[1:])
             pixels = resize(picture.region(box), self.image_size, self.image_size)
@@ -94,14 +95,16 @@ def crop_words() -> int:
     return 1 + 4 * _CROP_ATTEMPTS
 
 
-def _crop_box(width: int, height: int, area: tuple[float, float], chance: np.ndarray) -> Box:
-    low, high = np.log(CROP_RATIO)
-    for u in chance.reshape(_CROP_ATTEMPTS, 4):
-        pixels = width * height * (area[0] + (area[1] - area[0]) * u[0])
-        ratio = np.exp(low + (high - low) * u[1])
-        w, h = round((pixels * ratio) ** 0.5), round((pixels / ratio) ** 0.5)
+def _crop_box(width: int, height: int, area: tuple[float, float], chance: list[float]) -> Box:
+    """An Inception-style box from four numbers an attempt, each in [0, 1): area, aspect, left, top."""
+    low, high = math.log(CROP_RATIO[0]), math.log(CROP_RATIO[1])
+    for attempt in range(_CROP_ATTEMPTS):
+        size, aspect, right, down = chance[4 * attempt : 4 * attempt + 4]
+        pixels = width * height * (area[0] + (area[1] - area[0]) * size)
+        ratio = math.exp(low + (high - low) * aspect)
+        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if 0 < w <= width and 0 < h <= height:
-            left, top = int(u[2] * (width - w + 1)), int(u[3] * (height - h + 1))
+            left, top = int(right * (width - w + 1)), int(down * (height - h + 1))
             return left, top, left + w, top + h
     w = min(width, round(height * CROP_RATIO[1]))  # the largest centred crop of a permitted aspect
     h = min(height, round(width / CROP_RATIO[0]))

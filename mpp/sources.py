@@ -117,11 +117,12 @@ class Folder:
         return f"{self.root}{os.sep}{self.files[row]}"
 
     def encoded(self, row: int) -> bytes:
+        name = self.name(row)
         try:
-            with open(self.name(row), "rb", buffering=0) as file:
+            with open(name, "rb", buffering=0) as file:
                 return file.read()
         except OSError as error:
-            raise ImageError(f"{self.name(row)} can't be read: {error.strerror}; repair or remove it") from None
+            raise ImageError(f"{name} can't be read: {error.strerror}; repair or remove it") from None
 
     def picture(self, row: int) -> decoding.Picture:
         return decoding.open_picture(self.encoded(row), self.name(row))
