@@ -110,8 +110,8 @@ class _Facts(Dataset):
         try:
             encoded = self._encoded(row)
             fact |= {"bytes": len(encoded), "digest": int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")}
-            decoding.decode_whole(encoded, self.source.name(row))
-            fact |= _header(encoded)
+            seen = decoding.decode_whole(encoded, self.source.name(row))
+            fact |= {"width": seen.width, "height": seen.height, **_described(encoded)}
         except ImageError as error:
             fact["error"] = str(error)
         except UserError as error:
@@ -126,25 +126,20 @@ class _Facts(Dataset):
         return self.source.encoded(row)  # type: ignore[attr-defined]
 
 
-def _header(encoded: bytes) -> dict[str, Any]:
-    """Format, mode, and size as it is seen, of an image that can be read."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with Image.open(io.BytesIO(encoded)) as image:
-            try:
-                orientation = image.getexif().get(_ORIENTATION, 1)
-            except Exception:  # malformed, and so not applied either
-                orientation = 1
+def _described(encoded: bytes) -> dict[str, Any]:
+    """Format and mode of an image whose pixels can be read, and whether EXIF turns it."""
+    found: dict[str, Any] = {"format": "unknown", "mode": "unknown", "turned": False}
+    try:
+        with warnings.catch_warnings(), Image.open(io.BytesIO(encoded)) as image:
+            warnings.simplefilter("ignore")
             mode = f"{image.mode} with transparency" if image.has_transparency_data else image.mode
-            mode += ", several frames" if getattr(image, "n_frames", 1) > 1 else ""
-            width, height = image.size if orientation < 5 else image.size[::-1]
-            return {
-                "width": width,
-                "height": height,
-                "format": image.format or "unknown",
-                "mode": mode,
-                "turned": orientation != 1,
-            }
+            found |= {"format": image.format or "unknown", "mode": mode}
+            found["turned"] = image.getexif().get(_ORIENTATION, 1) != 1
+            if getattr(image, "n_frames", 1) > 1:
+                found["mode"] += ", several frames"
+    except Exception:  # of malformed metadata, which a training run does not need either
+        pass
+    return found
 
 
 def _text(report: Report) -> Iterator[str]:

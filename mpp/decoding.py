@@ -131,8 +131,11 @@ def read_rgb(file: Path | io.BytesIO, name: str) -> Image.Image:
                 return to_rgb(picture)
     except UnidentifiedImageError:
         raise ImageError(f"{name} can't be read as an image: its format is not known; repair or remove it") from None
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ImageError(f"{name} can't be read as an image: {error}; repair or remove it") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # damage makes Pillow raise nearly every kind there is
+        reason = str(error) or type(error).__name__
+        raise ImageError(f"{name} can't be read as an image: {reason}; repair or remove it") from None
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, command
+from PIL import Image
 from safetensors.torch import load_file
 
 PRETRAIN = ROOT / "mpp" / "pretrain.py"
@@ -209,3 +210,32 @@ def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, pro
         [record["loss"] for record in lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "broken")
     ]
     assert losses[0] == losses[1]
+
+
+def test_two_processes_replace_and_count_broken_images_as_one_does(tiny, tmp_path):
+    for row in range(16):
+        file = tmp_path / "photos" / f"{row:02d}.png"
+        file.parent.mkdir(exist_ok=True)
+        if row in (3, 12):
+            file.write_bytes(b"half an image")
+        else:
+            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
+    recipe = tiny(data__source=f"folder:{tmp_path / 'photos'}", data__on_error="replace", optim__steps=6)
+    said = {}
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        changes = ["runtime.micro_batch=4", "runtime.log_inputs=true", "runtime.log_every=2", "runtime.workers=1"]
+        done = command(PRETRAIN, "--recipe", recipe, "--output", output, *changes, processes=processes)
+        assert done.returncode == 0, done.stderr
+        said[processes] = (
+            read(output),
+            sorted((line["row"], line["name"]) for line in lines(output / "broken.jsonl")),
+            [line["replaced"] for line in lines(output / "metrics.jsonl")],
+        )
+    assert said[1] == said[2]
+    assert [row for row, _ in said[1][1]] == [3, 12] and said[1][2][-1] == 6  # three epochs
+    done = command(
+        PRETRAIN, "--recipe", recipe, "--output", tmp_path / "limit", "data.max_broken=1", "runtime.micro_batch=4",
+        "runtime.workers=0", processes=2,
+    )  # fmt: skip
+    assert done.returncode != 0 and done.stderr.count("error: 2 images can't be read, more than data.max_broken=1") == 1
