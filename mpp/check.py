@@ -112,6 +112,8 @@ class _Facts(Dataset):
             fact |= {"bytes": len(encoded), "digest": int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")}
             seen = decoding.decode_whole(encoded, self.source.name(row))
             fact |= {"width": seen.width, "height": seen.height, **_described(encoded)}
+            if isinstance(self.source, sources.Pictures):
+                fact["format"] = "pixels"
         except ImageError as error:
             fact["error"] = str(error)
         except UserError as error:
@@ -240,7 +242,7 @@ def _check(flags: argparse.Namespace) -> None:
         for before in reports:
             both = _shared(before, report)
             if both:
-                print(f"  {len(both):,} images stand in {before.split} as well, such as {source.name(both[0][1])}")
+                print(f"  of these {len(both):,} stand in {before.split} as well, such as {source.name(both[0][1])}")
         reports.append(report)
     if flags.output:
         write_text(flags.output, json.dumps([_plain(report) for report in reports], indent=1))

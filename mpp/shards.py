@@ -574,7 +574,7 @@ def _described(files: Iterable[str]) -> list[Shard]:
     for file in files:
         if "://" not in file:
             status = os.stat(file)
-            described.append(Shard(file, status.st_size, str(status.st_mtime_ns)))
+            described.append(Shard(os.path.abspath(file), status.st_size, str(status.st_mtime_ns)))
             continue
         filesystem, path = _filesystem(file)
         try:

@@ -216,6 +216,13 @@ def initial_encoder(
     if recipe.init == "scratch":
         return encoder, PIXEL_MEAN, PIXEL_STD
     found = checkpoint.find_weights(recipe.init)
+    before = found.config.get("label_names")
+    if classes and before and classes != before and sorted(classes) == sorted(before):
+        raise UserError(
+            f"init={recipe.init} was trained on the classes of data.source={recipe.data.source} in another order, so "
+            f"that a label means {before[0]} there and {classes[0]} here; write the data anew in the order of "
+            f"{found.path.parent / 'config.json'} (label_names)"
+        )
     loaded = load_encoder(encoder, found.tensors, recipe.init)
     pixels = found.config.get("pretrained_cfg") or {}
     mean, std = tuple(pixels.get("mean", PIXEL_MEAN)), tuple(pixels.get("std", PIXEL_STD))

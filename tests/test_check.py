@@ -88,7 +88,7 @@ def test_the_command_prints_it_and_leaves_with_2_where_an_image_is_broken(odd, t
         f"    {tmp_path}/train/cat/a.png = {tmp_path}/train/cat/b.png",
         "  broken     2",
         "validation: 2 images, 2 of them usable",
-        f"  1 images stand in train as well, such as {tmp_path}/validation/cat/z.png",
+        f"  of these 1 stand in train as well, such as {tmp_path}/validation/cat/z.png",
     ):
         assert line in done.stdout.splitlines(), done.stdout
     train, validation = json.loads((tmp_path / "report.json").read_text())

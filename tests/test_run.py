@@ -724,6 +724,16 @@ def test_the_same_classes_in_another_order_are_refused(tiny, tmp_path):
     assert not (tmp_path / "tuned").exists()
 
 
+def test_an_init_that_knows_the_classes_in_another_order_is_refused(tiny, tmp_path):
+    source = labelled_parquets(tmp_path)
+    pretrain(tiny(), tmp_path / "run", source, "objective.name=supervised")
+    for part in ("train-0", "train-1", "train-2", "validation-0"):
+        write_parquet(tmp_path / "set" / f"{part}.parquet", range(8), [0, 1, 2] * 2 + [0, 1], names=NAMES[::-1])
+    with pytest.raises(UserError, match=r"another order, so that a label means red there and blue here"):
+        finetune(tiny(), tmp_path / "tuned", source, f"init={tmp_path / 'run'}")
+    assert not (tmp_path / "tuned").exists()
+
+
 def test_a_cache_that_can_not_hold_two_windows_is_refused(tiny, tmp_path):
     source = labelled_parquets(tmp_path)
     with pytest.raises(UserError, match=r"runtime.cache_gb=1e-05 can't hold two windows of data.shuffle_shards=8"):
