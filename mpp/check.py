@@ -6,7 +6,8 @@ import io
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ class Report:
         turned: images with an EXIF orientation.
         broken: rows that can't be read, each with what is wrong.
         classes: how many images each has; None where the source has no labels.
+        no_classes: why there are none.
     """
 
     source: Source
@@ -53,6 +55,7 @@ class Report:
     turned: int
     broken: dict[int, str]
     classes: dict[str, int] | None
+    no_classes: str
 
     def duplicates(self) -> list[list[int]]:
         """Groups of rows that hold the same bytes, each rising."""
@@ -70,20 +73,13 @@ def check_split(source: Source, split: str, workers: int) -> Report:
     modes: Counter[str] = Counter()
     broken: dict[int, str] = {}
     turned = 0
-    batches = [list(range(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)]
-    loader = DataLoader(
-        _Facts(source),
-        batch_sampler=batches,
-        num_workers=workers,
-        collate_fn=list,
-        worker_init_fn=outlive_signals,
-        multiprocessing_context=start_method(workers),
-    )
-    with tqdm(total=count, desc=f"reading {split}", unit="img", unit_scale=True, disable=None) as bar:
-        for batch in loader:
+    classes, trouble = _classes(source)
+    with (
+        closing(_facts(source, workers)) as facts,
+        tqdm(total=count, desc=f"reading {split}", unit="img", unit_scale=True, disable=None) as bar,
+    ):
+        for batch in facts:
             for fact in batch:
-                if isinstance(fact, UserError):
-                    raise fact
                 row = fact["row"]
                 widths[row], heights[row] = fact["width"], fact["height"]
                 sizes[row], digests[row] = fact["bytes"], fact["digest"]
@@ -93,11 +89,35 @@ def check_split(source: Source, split: str, workers: int) -> Report:
                 if fact["error"]:
                     broken[row] = fact["error"]
             bar.update(len(batch))
-    classes = None
-    if source.classes is not None and source.labels is not None:
+    return Report(source, split, widths, heights, sizes, digests, formats, modes, turned, broken, classes, trouble)
+
+
+def _classes(source: Source) -> tuple[dict[str, int] | None, str]:
+    """How many images each class has, or why that can't be said."""
+    try:
+        if source.classes is None or source.labels is None:
+            return None, "none"
         counts = np.bincount(source.labels, minlength=len(source.classes))
-        classes = dict(zip(source.classes, counts.tolist(), strict=True))
-    return Report(source, split, widths, heights, sizes, digests, formats, modes, turned, broken, classes)
+    except UserError as error:
+        return None, f"none that can be used: {error}"
+    return dict(zip(source.classes, counts.tolist(), strict=True)), ""
+
+
+def _facts(source: Source, workers: int) -> Generator[list[dict[str, Any]], None, None]:
+    count = len(source)
+    loader = DataLoader(
+        _Facts(source),
+        batch_sampler=[list(range(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)],
+        num_workers=workers,
+        collate_fn=list,
+        worker_init_fn=outlive_signals,
+        multiprocessing_context=start_method(workers),
+    )
+    for batch in loader:
+        for fact in batch:
+            if isinstance(fact, UserError):
+                raise fact
+        yield batch
 
 
 @dataclass(frozen=True)
@@ -155,7 +175,7 @@ def _text(report: Report) -> Iterator[str]:
             f"smallest {smallest} with {report.classes[smallest]:,}"
         )
     else:
-        yield "  classes    none"
+        yield f"  classes    {report.no_classes}"
     if whole.any():
         widths, heights, sizes = report.widths[whole], report.heights[whole], report.sizes[whole]
         yield (
@@ -234,6 +254,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _check(flags: argparse.Namespace) -> None:
     columns = Columns(flags.image_column, flags.label_column)
+    if flags.output and not flags.output.absolute().parent.is_dir():
+        raise UserError(f"--output {flags.output}: there is no folder {flags.output.absolute().parent}; make it first")
     opened = _splits(flags.source, flags.split, columns)
     reports: list[Report] = []
     for split, source in opened:
@@ -258,16 +280,8 @@ def _splits(source: str, asked: Sequence[str] | None, columns: Columns) -> list[
     """The splits that were asked for, or all of the usual names that the source has."""
     if asked:
         return [(split, sources.open_source(source, split, columns)) for split in asked]
-    opened, first = [], None
-    for split in shards.SPLITS:
-        try:
-            opened.append((split, sources.open_source(source, split, columns)))
-        except UserError as error:
-            first = first or error
-        kind, _, argument = source.partition(":")
-        if opened and kind == "folder" and not (Path(argument).expanduser() / split).is_dir():
-            break  # one folder without splits, which is its own training split
-    if not opened:
-        assert first is not None
-        raise first
-    return opened
+    sources.require_form(source)
+    if source.startswith("synthetic:"):
+        return [("train", sources.open_source(source, "train"))]
+    names = [name for name in sources.split_names(source) if name in shards.SPLITS] or ["train"]
+    return [(split, sources.open_source(source, split, columns)) for split in names]

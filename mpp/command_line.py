@@ -1,6 +1,7 @@
 """What all entry points share: flags, help, and one message with status 2 for what a user can mend."""
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ def default_output(recipe: str) -> Path:
 
 def exit_with(action: Callable[[], None]) -> NoReturn:
     """Runs an entry point and leaves with its status: 0 done, 2 for the user to mend, 130 stopped."""
+    for stream in (sys.stdout, sys.stderr):  # file names need not be text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     status = 0
     try:
         action()

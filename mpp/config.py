@@ -23,7 +23,9 @@ import yaml
 from mpp.errors import UserError
 from mpp.files import write_text
 
-MAY_DIFFER = ("runtime", "finetune")  # keys that do not change the results of a run
+# Keys and sections that do not change the results of a run: what is done about an image that can't be read
+# does not change what was trained before it was met.
+MAY_DIFFER = ("runtime", "finetune", "data.on_error", "data.max_broken")
 
 
 @dataclass(frozen=True)
@@ -341,16 +343,16 @@ def to_yaml(config: RunConfig | CompareConfig) -> str:
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
     """Keys that change results and differ, as `key: before there, after here`."""
     old, new = dict(_flat(_plain(before))), dict(_flat(_plain(after)))
-    return [
-        f"{key}: {old[key]} there, {new[key]} here"
-        for key in old
-        if key.split(".")[0] not in MAY_DIFFER and old[key] != new[key]
-    ]
+    return [f"{key}: {old[key]} there, {new[key]} here" for key in old if not _may_differ(key) and old[key] != new[key]]
+
+
+def _may_differ(key: str) -> bool:
+    return key in MAY_DIFFER or key.split(".")[0] in MAY_DIFFER
 
 
 def recipe_hash(config: RunConfig) -> str:
     """Twelve digits that are equal where everything that changes results is equal."""
-    values = {key: value for key, value in _plain(config).items() if key not in MAY_DIFFER}
+    values = {key: value for key, value in _flat(_plain(config)) if not _may_differ(key)}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ CROP_RATIO = (3 / 4, 4 / 3)  # Inception-style crop, as in the ViT paper's code
 _CROP_ATTEMPTS = 10
 _REPLACEMENTS = 20  # samples that are tried in the place of a broken one
 
+Batches = Generator[dict[str, Tensor], None, None]
 PerSample = Callable[[int, int], Mapping[str, np.ndarray]]
 Broken = list[tuple[int, str]]  # rows that a sample was to be read from, each with what is wrong with it
 
@@ -220,8 +221,10 @@ class TrainingSamples(Dataset):
             sample = _sample(self.source, row, lambda picture: self.view.train(picture, raw), self.labels, extra)
             if not isinstance(sample, UserError):
                 return {**sample, "broken": broken} if broken else sample
-            if not self.replace or not isinstance(sample, ImageError):
+            if not isinstance(sample, ImageError):
                 return sample
+            if not self.replace:
+                return ImageError(f"{sample}. With data.on_error=replace the run continues with another in its place")
             broken.append((row, str(sample)))
         return UserError(f"{broken[0][1]}. {_REPLACEMENTS} samples drawn in its place are broken, too")
 
@@ -306,7 +309,7 @@ def load(
     workers: int,
     device: torch.device,
     found_broken: Callable[[list[Broken]], None] = lambda broken: None,
-) -> Iterator[dict[str, Tensor]]:
+) -> Batches:
     """Batches on the device: images uint8 [batch, height, width, channel], labels, index, and the objective's.
 
     Args:
@@ -346,7 +349,7 @@ def training_batches(
     workers: int,
     device: torch.device,
     found_broken: Callable[[list[Broken]], None] = lambda broken: None,
-) -> Iterator[dict[str, Tensor]]:
+) -> Batches:
     """The micro-batches of one process, from a step to the end of the run; raises as `load`."""
     order = samples.order()
 
@@ -361,7 +364,7 @@ def training_batches(
 
 def held_out_batches(
     samples: HeldOutSamples, *, micro_batch: int, processes: int, process: int, workers: int, device: torch.device
-) -> Iterator[dict[str, Tensor]]:
+) -> Batches:
     """Every sample once over all processes; the last batch of a process may be short.
 
     A process that is left without samples gets one empty batch, so that it has counts to reduce.

@@ -87,7 +87,10 @@ class _Jpeg:
             return decode_whole(self.encoded, self.name).region(box)
         library, decoder, parameters = _jpeg_decoder(os.getpid())
         part = self.stream.get_sub_code_stream(region=library.Region(top, left, bottom, right))
-        decoded = decoder.decode(part, params=parameters)
+        try:
+            decoded = decoder.decode(part, params=parameters)
+        except Exception:
+            decoded = None
         if decoded is None:  # Pillow decides, and says why
             return decode_whole(self.encoded, self.name).region(box)
         return np.asarray(decoded)
@@ -109,7 +112,7 @@ def open_picture(encoded: bytes, name: str) -> Picture:
             plain = stream.num_channels in (1, 3) and str(stream.dtype) == "uint8"
             if plain and stream.width * stream.height <= MAX_PIXELS:
                 return _Jpeg(encoded, name, stream)
-        except RuntimeError:  # its word for a file that it does not understand
+        except Exception:  # of many kinds, for a file that it does not understand; Pillow decides
             pass
     return decode_whole(encoded, name)
 

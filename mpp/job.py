@@ -6,7 +6,7 @@ import signal
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -104,6 +104,11 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
     last = kept[-1] if kept else {}
     if first_step == optim.steps:
+        if job.held_out and last and "held_out_loss" not in last:  # the run before could not read them
+            last |= _held_out_figures(job)
+            kept[-1] = last
+            if accelerator.is_main_process:
+                write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
         return last
     samples = data.TrainingSamples(
         job.source,
@@ -115,9 +120,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         replace=recipe.data.on_error == "replace",
         window=recipe.data.shuffle_shards,
     )
-    broken = run_folder.BrokenImages(
-        folder, accelerator, job.console, job.source.name, recipe.data.max_broken, replaced
-    )
+    broken = run_folder.BrokenImages(folder, accelerator, job.console, job.source, recipe.data.max_broken, replaced)
     batches = data.training_batches(
         samples,
         first_step=first_step,
@@ -181,7 +184,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             )
         accelerator.wait_for_everyone()
 
-    with _stop_signals() as received:
+    with closing(batches), _stop_signals() as received:  # loader processes end even after a defect
 
         def stop_wanted() -> bool:
             if processes == 1:
@@ -216,10 +219,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             save_every=runtime.save_every,
             tally=tally,
             log=log,
-            evaluate=lambda: {
-                f"held_out_{name}": value
-                for name, value in (measure_rows(job, job.held_out) if job.held_out else {}).items()
-            },
+            evaluate=lambda: _held_out_figures(job),
             save=save,
             stop_wanted=stop_wanted,
             track=lambda steps: job.console.track(steps, title, optim.batch_size),
@@ -228,6 +228,12 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         step = checkpoint.complete(folder / "checkpoints")[-1][0]
         raise Stopped(f"stopped at step {step} of {optim.steps} and saved in {folder}; the same command continues")
     return last
+
+
+def _held_out_figures(job: Job) -> dict[str, float]:
+    if job.held_out is None:
+        return {}
+    return {f"held_out_{name}": value for name, value in measure_rows(job, job.held_out).items()}
 
 
 def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
@@ -244,7 +250,8 @@ def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
         workers=wiring.worker_count(recipe, accelerator.num_processes),
         device=accelerator.device,
     )
-    return measure(accelerator, job.model, job.objective, batches)
+    with closing(batches):
+        return measure(accelerator, job.model, job.objective, batches)
 
 
 @lru_cache(maxsize=1)
@@ -276,9 +283,7 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _log_inputs(
-    batches: Iterator[dict[str, Tensor]], file: Path, first_step: int, micro_batches: int
-) -> Iterator[dict[str, Tensor]]:
+def _log_inputs(batches: data.Batches, file: Path, first_step: int, micro_batches: int) -> data.Batches:
     """Writes what each step of this process read: rows, and checksums of pixels and plans."""
     file.parent.mkdir(parents=True, exist_ok=True)
     before = file.read_text().splitlines(keepends=True) if file.is_file() and first_step else []

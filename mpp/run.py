@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from mpp import config, data, pictures, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
+from mpp.errors import UserError
 from mpp.files import read_json, write_text
 from mpp.job import Job, measure_rows, run_loop
 from mpp.objectives import MaskedPatchPrediction
@@ -226,5 +227,13 @@ def _draw_mosaic(job: Job, path: Path) -> None:
         plans,
         kind.paint(mixed, objective.patch_size).cpu().numpy(),
         kind.paint(truth, objective.patch_size).cpu().numpy(),
-        [source.classes[source.labels[row]] for row in chosen] if source.classes and source.labels is not None else (),
+        _class_names(source, chosen),
     )
+
+
+def _class_names(source: sources.Source, rows: list[int]) -> list[str]:
+    """Titles of pictures; none where the source has no labels, or none that can be used."""
+    try:
+        return [source.classes[source.labels[row]] for row in rows] if source.classes else []  # type: ignore[index]
+    except UserError:
+        return []

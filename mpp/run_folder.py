@@ -5,7 +5,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ import mpp
 from mpp import checkpoint, config
 from mpp.config import RunConfig
 from mpp.console import Console
-from mpp.errors import UserError
+from mpp.errors import ImageError, UserError
 from mpp.files import read_json, write_text
+from mpp.sources import Source
 
 _FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
@@ -97,7 +98,7 @@ def open_folder(
         output.mkdir(parents=True, exist_ok=True)
         config.save(recipe, output / "config.yaml")
         if classes:
-            write_text(output / "classes.json", json.dumps(classes, indent=0, ensure_ascii=False))
+            write_text(output / "classes.json", json.dumps(classes, indent=0))
         (output / "figures").mkdir(exist_ok=True)
         unfinished = began_before and not (output / "sweep").is_dir()
         if unfinished and not checkpoint.complete(output / "checkpoints"):
@@ -107,7 +108,10 @@ def open_folder(
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
     """Lines of metrics.jsonl; a half-written last line of a killed run is left out."""
-    file = folder / "metrics.jsonl"
+    return _json_lines(folder / "metrics.jsonl")
+
+
+def _json_lines(file: Path) -> list[dict[str, Any]]:
     records = []
     for line in file.read_text().splitlines() if file.is_file() else []:
         try:
@@ -121,25 +125,30 @@ class BrokenImages:
     """Images that could not be read and were replaced: counted, listed in `broken.jsonl`, and limited.
 
     Args:
-        name: of a row.
         limit: different images after which a run stops.
         replaced: samples that were replaced before this call of the run.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        accelerator: Accelerator,
-        console: Console,
-        name: Callable[[int], str],
-        limit: int,
-        replaced: int,
+        self, folder: Path, accelerator: Accelerator, console: Console, source: Source, limit: int, replaced: int
     ) -> None:
         self.file, self.accelerator, self.console = folder / "broken.jsonl", accelerator, console
-        self.name, self.limit, self.replaced = name, limit, replaced
+        self.source, self.limit, self.replaced = source, limit, replaced
         self.new: list[list[tuple[int, str]]] = []
-        lines = self.file.read_text().splitlines() if self.file.is_file() else []
-        self.rows = {json.loads(line)["row"] for line in lines}
+        listed = _json_lines(self.file)
+        self.rows = {record["row"] for record in listed if self._is_broken(record["row"])}  # others were repaired
+        accelerator.wait_for_everyone()
+        if listed and accelerator.is_main_process:  # without the half line of a run that was killed
+            still = [record for record in listed if record["row"] in self.rows]
+            write_text(self.file, "".join(json.dumps(record) + "\n" for record in still))
+
+    def _is_broken(self, row: int) -> bool:
+        try:
+            picture = self.source.picture(row)
+            picture.region((0, 0, picture.width, picture.height))
+        except ImageError:
+            return True
+        return False
 
     def found(self, broken: Sequence[list[tuple[int, str]]]) -> None:
         """Samples that this process has replaced: for each, the rows that were broken, with what is wrong."""
@@ -158,12 +167,12 @@ class BrokenImages:
         if fresh and self.accelerator.is_main_process:
             with self.file.open("a") as file:
                 for row, what in sorted(fresh.items()):
-                    file.write(json.dumps({"row": row, "name": self.name(row), "error": what}) + "\n")
+                    file.write(json.dumps({"row": row, "name": self.source.name(row), "error": what}) + "\n")
                     self.console.say(f"replaced by another image: {what}")
         if len(self.rows) > self.limit:
             raise UserError(
                 f"{len(self.rows)} images can't be read, more than data.max_broken={self.limit}; they are listed in "
-                f"{self.file}. Repair or remove them, or allow more"
+                f"{self.file}. Repair them or raise data.max_broken; the same command then continues"
             )
         return self.replaced
 

@@ -13,9 +13,10 @@ import re
 import tarfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,6 +29,8 @@ from mpp.errors import ImageError, UserError
 
 _OPEN_FILES = 128  # of one process
 _TRIES = 3  # at a file that lies elsewhere
+_MOST_CLASSES = 10**6
+_TAR_END = 2**20  # bytes after the last member in which nothing may stand
 _CELL_BYTES = 16 * 2**20  # of a tar file that lies elsewhere
 
 
@@ -65,12 +68,12 @@ class Shard:
     def key(self) -> str:
         return _digest(self.url, self.size, self.version)
 
-    def open(self) -> BinaryIO:
-        """The file, to be read anywhere in it."""
+    def open(self, from_start_to_end: bool = False) -> BinaryIO:
+        """The file, to be read anywhere in it, or mostly forward."""
         if self.local:
             return Path(self.url).open("rb")
         filesystem, path = _filesystem(self.url)
-        return filesystem.open(path, "rb", cache_type="none")
+        return filesystem.open(path, "rb", cache_type="readahead" if from_start_to_end else "none")
 
     def read(self, start: int, length: int) -> bytes:
         """Some bytes of it; raises UserError where it can't be reached."""
@@ -78,7 +81,10 @@ class Shard:
         def read() -> bytes:
             with self.open() as file:
                 file.seek(start)
-                return file.read(length)
+                found = file.read(length)
+            if len(found) != length:
+                raise OSError(f"{len(found)} bytes came of {length}")
+            return found
 
         return self.patiently(read)
 
@@ -113,6 +119,8 @@ class _OpenFiles:
             self.close()
             self.process = os.getpid()
         if key not in self.files:
+            for old in [old for old, (file, _) in self.files.items() if _is_dropped(file)]:
+                self.files.pop(old)[0].close()  # the disk has its room back only then
             self.files[key] = make()
             if len(self.files) > _OPEN_FILES:
                 self.files.popitem(last=False)[1][0].close()
@@ -127,6 +135,14 @@ class _OpenFiles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _OpenFiles, ()
+
+
+def _is_dropped(file: BinaryIO) -> bool:
+    """Whether an open file stands in no folder any more."""
+    try:
+        return os.fstat(file.fileno()).st_nlink == 0
+    except (OSError, AttributeError):  # a file elsewhere has no number here
+        return False
 
 
 class _Rows:
@@ -183,7 +199,12 @@ class ParquetRows(_Rows):
     """
 
     def __init__(self, shards: Sequence[Shard], columns: Columns, class_names: list[str] | None, cache: DiskCache):
-        index = [_kept(shard, "groups", _row_groups) for shard in _listed(shards, "reading the index")]
+        footers = [
+            json.loads(_kept(shard, "footer", _footer).tobytes()) for shard in _listed(shards, "reading the index")
+        ]
+        for shard, footer in zip(shards, footers, strict=True):
+            _require_same_columns(shards[0], footers[0], shard, footer, columns)
+        index = [np.array(footer["groups"], dtype=np.int64).reshape(-1, 2) for footer in footers]
         super().__init__(shards, [int(groups[:, 0].sum()) for groups in index])
         self.columns, self.class_names, self.cache = columns, class_names, cache
         self.cell_shard = np.repeat(np.arange(len(index)), [len(groups) for groups in index])
@@ -227,14 +248,24 @@ class ParquetRows(_Rows):
     def _open_cell(self, cell: int) -> tuple[BinaryIO, np.ndarray]:
         shard, group = self.shards[self.cell_shard[cell]], int(self.cell_group[cell])
         name = f"{_digest(shard.key, self.columns.image)}_{group}"
-        file = self.cache.open(name, lambda out: shard.patiently(lambda: self._unpack(shard, group, out)))
         count = int(self.cell_starts[cell + 1] - self.cell_starts[cell])
-        return file, np.frombuffer(file.read(8 * (count + 1)), dtype=np.int64)
+
+        def offsets(file: BinaryIO) -> np.ndarray:
+            return np.frombuffer(file.read(8 * (count + 1)), dtype=np.int64)
+
+        def sound(file: BinaryIO) -> bool:
+            size = os.fstat(file.fileno()).st_size
+            return size >= 8 * (count + 1) and int(offsets(file)[-1]) == size
+
+        file = self.cache.open(name, lambda out: shard.patiently(lambda: self._unpack(shard, group, out)), sound)
+        return file, offsets(file)
 
     def _unpack(self, shard: Shard, group: int, out: BinaryIO) -> None:
         """Writes a row group's images: where each starts, int64 [rows + 1], and one after another."""
         import pyarrow.parquet as parquet
 
+        out.seek(0)
+        out.truncate()  # what a try before this one has written
         with shard.open() as file:
             table = parquet.ParquetFile(file)
             starts = [8 * (table.metadata.row_group(group).num_rows + 1)]
@@ -248,14 +279,47 @@ class ParquetRows(_Rows):
             out.write(np.array(starts, dtype=np.int64).tobytes())
 
 
-def _row_groups(shard: Shard) -> np.ndarray:
-    """Rows and unpacked bytes of each row group, int64 [groups, 2]."""
+def _footer(shard: Shard) -> np.ndarray:
+    """What a file says of itself, as JSON in uint8: rows and unpacked bytes of each row group, and its columns."""
     import pyarrow.parquet as parquet
 
     with shard.open() as file:
-        footer = parquet.ParquetFile(file).metadata
-    groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
-    return np.array([(group.num_rows, group.total_byte_size) for group in groups], dtype=np.int64).reshape(-1, 2)
+        opened = parquet.ParquetFile(file)
+        groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
+        features = _features(opened.schema_arrow)
+    found = {
+        "groups": [(group.num_rows, group.total_byte_size) for group in groups],
+        "columns": {name: _digest(getattr(kind, "names", None)) for name, kind in features.items()},
+    }
+    return np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)
+
+
+def _require_same_columns(first: Shard, there: Any, shard: Shard, here: Any, columns: Columns) -> None:
+    for name in (columns.image, columns.label):
+        if name is not None and name not in here["columns"]:
+            raise UserError(f"{shard.url} has no column {name}, which {first.url} has; leave it out of data.source")
+        if name is not None and here["columns"][name] != there["columns"][name]:
+            raise UserError(
+                f"{shard.url} and {first.url} have other class names in {name}, or another order, so that their labels "
+                "mean different things; write them anew"
+            )
+
+
+def _features(schema: Any) -> dict[str, Any]:
+    """The columns that the datasets library knows to read, by name."""
+    import datasets
+    import pyarrow
+
+    try:
+        return dict(datasets.Features.from_arrow_schema(schema))
+    except ValueError:  # of a column of a kind that it does not know, and that nobody may have asked for
+        known: dict[str, Any] = {}
+        for column in schema:
+            try:
+                known |= datasets.Features.from_arrow_schema(pyarrow.schema([column]))
+            except ValueError:
+                continue
+        return known
 
 
 def open_parquet(argument: str, split: str, columns: Columns, cache: DiskCache) -> ParquetRows:
@@ -273,7 +337,7 @@ def _parquet(source: str, shards: Sequence[Shard], columns: Columns, cache: Disk
         with first.open() as file:
             return parquet.ParquetFile(file).schema_arrow
 
-    features = features or datasets.Features.from_arrow_schema(first.patiently(schema))
+    features = features or _features(first.patiently(schema))
     chosen = _choose(source, features, columns)
     label = features[chosen.label] if chosen.label else None
     names = label.names if isinstance(label, datasets.ClassLabel) else None
@@ -344,15 +408,19 @@ class TarRows(_Rows):
         )
 
     def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
-        given = [(labels != b"").all() for labels in self._raw_labels]
-        if not any(given):
+        given = np.concatenate([labels != b"" for labels in self._raw_labels])
+        if not given.any():
             return None, None
-        if not all(given):
-            bad = self.shards[given.index(False)]
-            raise UserError(f"{bad.url}: some samples have a label and some have none; data.label_column names it")
-        texts = [np.char.decode(labels, "utf-8") for labels in self._raw_labels]
-        numbers = all(np.char.isdigit(text).all() for text in texts)
-        return _as_classes([text.astype(np.int64) if numbers else text for text in texts], None, "cls")
+        if not given.all():
+            raise UserError(
+                f"{self.name(int(np.flatnonzero(~given)[0]))} has no label, but others have; data.label_column names "
+                "the suffix that all have"
+            )
+        texts = np.concatenate([np.char.decode(labels, "utf-8") for labels in self._raw_labels])
+        column = self.columns.label or "cls"
+        if all(re.fullmatch(r"-?\d{1,18}", text) for text in np.unique(texts)):
+            return _as_classes([texts.astype(np.int64)], None, column)
+        return _as_classes([texts], None, column)
 
     @property
     def unpacked_bytes(self) -> np.ndarray:
@@ -379,11 +447,16 @@ class TarRows(_Rows):
     def _stretch(self, number: int, cell: int) -> BinaryIO:
         shard, start = self.shards[number], cell * _CELL_BYTES
 
-        def fetch(out: BinaryIO) -> None:
-            out.write(shard.read(start, min(_CELL_BYTES, shard.size - start)))
+        length = min(_CELL_BYTES, shard.size - start)
 
-        name = f"{_digest(shard.key, 'stretch')}_{cell}"
-        return self._open.get((number, cell), lambda: (self.cache.open(name, fetch), None))[0]
+        def fetch(out: BinaryIO) -> None:
+            out.write(shard.read(start, length))
+
+        def sound(file: BinaryIO) -> bool:
+            return os.fstat(file.fileno()).st_size == length
+
+        name = f"{_digest(shard.key, 'stretch', _CELL_BYTES)}_{cell}"
+        return self._open.get((number, cell), lambda: (self.cache.open(name, fetch, sound), None))[0]
 
 
 def _tar_members(shard: Shard, columns: Columns) -> np.ndarray:
@@ -393,19 +466,31 @@ def _tar_members(shard: Shard, columns: Columns) -> np.ndarray:
         rows: list[tuple[int, int, bytes]] = []
         members: dict[str, tarfile.TarInfo] = {}
         sample = ""
-        with shard.open() as file, tarfile.open(fileobj=file, mode="r:") as archive:
+        with shard.open(from_start_to_end=True) as file, tarfile.open(fileobj=file, mode="r:") as archive:
             for member in archive:
                 folder, _, base = member.name.rpartition("/")
-                key, dot, suffix = base.partition(".")
-                if not member.isfile() or not dot or base.startswith("__"):
+                key, dot, suffix = base.lower().partition(".")
+                if member.isdir() or not key or not dot or base.startswith("__"):
                     continue
+                key = base.partition(".")[0]
+                if not member.isreg() or member.issparse():
+                    raise UserError(f"{shard.url}: {member.name} is a link or a sparse file; pack it as a plain one")
                 if members and f"{folder}/{key}" != sample:
                     rows.append(_tar_sample(shard, sample, members, archive, columns))
                     members = {}
                 sample = f"{folder}/{key}"
-                members[suffix.lower()] = member
+                if suffix in members:
+                    raise UserError(f"{shard.url}: sample {sample} has {suffix} twice; give each a name of its own")
+                members[suffix] = member
             if members:
                 rows.append(_tar_sample(shard, sample, members, archive, columns))
+            file.seek(archive.offset)
+            end = file.read(_TAR_END)
+            if len(end) < 512 or end.strip(b"\0"):
+                raise UserError(
+                    f"{shard.url}: what follows byte {archive.offset} is not the end of a tar file: it is cut, "
+                    "damaged, or several in one; pack it anew"
+                )
         width = max([len(label) for _, _, label in rows], default=0) or 1
         return np.array(rows, dtype=[("offset", np.int64), ("size", np.int64), ("label", f"S{width}")])
 
@@ -426,7 +511,10 @@ def _tar_sample(
     if suffix in members:
         text = archive.extractfile(members[suffix]).read()  # type: ignore[union-attr]
         try:
-            label = str(json.loads(text)[key]).encode() if key else text.strip()
+            found = json.loads(text)[key] if key else text.strip().decode()
+            label = b"" if found is None else str(found).encode()
+        except UnicodeDecodeError:
+            raise UserError(f"{there}, and its {suffix} is no text in UTF-8") from None
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{there}, but no {key} in the JSON of {suffix}: data.label_column={columns.label}"
@@ -444,35 +532,41 @@ def open_tar(argument: str, split: str, columns: Columns, cache: DiskCache) -> T
 # ---------------------------------------------------------------- Hugging Face data sets
 
 
-@dataclass(frozen=True)
-class ArrowRows:
+class ArrowRows(_Rows):
     """Rows of a Hugging Face data set in Arrow files; images stay encoded until they are asked for."""
 
-    rows: Any
-    source: str
-    image_column: str
-    classes: list[str] | None
-    labels: np.ndarray | None
-    fingerprint: str
-    starts: np.ndarray
+    def __init__(self, rows: Any, source: str, columns: Columns) -> None:
+        import datasets
 
-    def __len__(self) -> int:
-        return len(self.rows)
+        super().__init__([], [len(rows)])
+        self.source, self.columns, self.fingerprint = source, columns, rows._fingerprint
+        self._label_rows = rows.select_columns([columns.label]) if columns.label else None
+        self.rows = rows.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
+
+    def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
+        import datasets
+
+        if self._label_rows is None:
+            return None, None
+        kind = self._label_rows.features[self.columns.label]
+        names = kind.names if isinstance(kind, datasets.ClassLabel) else None
+        # Not `.data`, which would leave out the order of rows that were shuffled or selected.
+        values = self._label_rows.with_format("arrow")[:].column(0).to_numpy()
+        return _as_classes([_plain(values, self.columns.label)], names, self.columns.label)
 
     def name(self, row: int) -> str:
         return f"{self.source} row {row}"
 
     def encoded(self, row: int) -> bytes:
-        cell = self.rows[row][self.image_column]
+        cell = self.rows[row][self.columns.image]
+        if not cell or (cell["bytes"] is None and cell["path"] is None):
+            raise ImageError(f"{self.name(row)} holds no image; fill it in, or remove the row")
         if cell["bytes"] is not None:
             return cell["bytes"]
         try:
             return Path(cell["path"]).read_bytes()
         except OSError as error:
             raise ImageError(f"{self.name(row)} can't be read: {error}; repair it or remove the row") from None
-
-    def picture(self, row: int) -> decoding.Picture:
-        return decoding.open_picture(self.encoded(row), self.name(row))
 
 
 def open_hub(argument: str, split: str, columns: Columns, cache: DiskCache) -> ParquetRows | TarRows | ArrowRows:
@@ -484,11 +578,14 @@ def open_hub(argument: str, split: str, columns: Columns, cache: DiskCache) -> P
 
     name, _, revision = argument.partition("@")
     source = f"hub:{argument}"
-    try:
-        if (Path(name) / "dataset_dict.json").is_file() or (Path(name) / "state.json").is_file():
-            rows = datasets.load_from_disk(name)
-            return _arrow(source, split, columns, rows[split] if isinstance(rows, datasets.DatasetDict) else rows)
-        builder = datasets.load_dataset_builder(name, revision=revision or None)
+    with _hub_errors(source, f"split {split} can't be loaded"):
+        saved = _saved(name)
+        if saved is not None:
+            there = _saved_splits(saved)
+            if split not in there:
+                raise UserError(f"data.source={source}: no split {split}, but {', '.join(there)}")
+            return _arrow(f"{source} {split}", columns, saved[split] if isinstance(saved, dict) else saved)
+        builder = _builder(name, revision)
         files = builder.config.data_files or {}
         kind = type(builder).__module__.rsplit(".", 1)[-1]
         if kind in ("parquet", "webdataset") and split in files:
@@ -496,28 +593,55 @@ def open_hub(argument: str, split: str, columns: Columns, cache: DiskCache) -> P
             if kind == "parquet":
                 return _parquet(source, shards, columns, cache, builder.info.features)
             return TarRows(shards, columns, cache)
-        return _arrow(source, split, columns, datasets.load_dataset(name, split=split, revision=revision or None))
+        rows = datasets.load_dataset(name, split=split, revision=revision or None)
+    return _arrow(f"{source} {split}", columns, rows)
+
+
+def hub_splits(argument: str) -> list[str]:
+    """The splits that a Hugging Face data set says to have; raises UserError where it can't be asked."""
+    name, _, revision = argument.partition("@")
+    with _hub_errors(f"hub:{argument}", "its splits can't be listed"):
+        saved = _saved(name)
+        if saved is not None:
+            return _saved_splits(saved)
+        builder = _builder(name, revision)
+        return [str(split) for split in builder.config.data_files or builder.info.splits or ()]
+
+
+@lru_cache(maxsize=4)
+def _builder(name: str, revision: str) -> Any:
+    import datasets
+
+    return datasets.load_dataset_builder(name, revision=revision or None)
+
+
+@lru_cache(maxsize=4)
+def _saved(name: str) -> Any:
+    """What `save_to_disk` left in a folder; None where it is another kind of folder."""
+    import datasets
+
+    marks = ("dataset_dict.json", "state.json")
+    return datasets.load_from_disk(name) if any((Path(name) / mark).is_file() for mark in marks) else None
+
+
+def _saved_splits(saved: Any) -> list[str]:
+    """Of several, their names; of a single one the split that it was, or train."""
+    return list(saved) if isinstance(saved, dict) else [str(saved.split or "train")]
+
+
+@contextmanager
+def _hub_errors(source: str, what: str) -> Iterator[None]:
+    try:
+        yield
     except UserError:
         raise
     except Exception as error:  # the library raises many kinds, all of which mean: not to be had
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"data.source={source}: split {split} can't be loaded: {reason}") from None
+        raise UserError(f"data.source={source}: {what}: {reason}") from None
 
 
-def _arrow(source: str, split: str, columns: Columns, rows: Any) -> ArrowRows:
-    import datasets
-
-    chosen = _choose(source, rows.features, columns)
-    label = rows.features[chosen.label] if chosen.label else None
-    names = label.names if isinstance(label, datasets.ClassLabel) else None
-    classes = labels = None
-    if chosen.label:
-        column = _plain(rows.data.column(chosen.label).to_numpy(), chosen.label)
-        classes, labels = _as_classes([column], names, chosen.label)
-    fingerprint = rows._fingerprint
-    rows = rows.select_columns([chosen.image]).cast_column(chosen.image, datasets.Image(decode=False))
-    starts = np.array([0, len(rows)])
-    return ArrowRows(rows, f"{source} {split}", str(chosen.image), classes, labels, fingerprint, starts)
+def _arrow(source: str, columns: Columns, rows: Any) -> ArrowRows:
+    return ArrowRows(rows, source, _choose(source, rows.features, columns))
 
 
 # ---------------------------------------------------------------- files, and what is kept about them
@@ -530,7 +654,7 @@ def _found(kind: str, pattern: str, split: str) -> list[Shard]:
     if not files:
         raise UserError(f"{source}: no file matches{f' for split {split}' if '{split}' in pattern else ''}")
     if "{split}" not in pattern:
-        named = {file: set(re.split(r"[^a-z0-9]+", file.rsplit("/", 1)[-1].lower())) for file in files}
+        named = {file: _words(file) for file in files}
         others = sorted({word for words in named.values() for word in words} & {*SPLITS, split})
         if others:
             files = [file for file in files if split in named[file]]
@@ -548,7 +672,13 @@ def names_a_split(pattern: str, split: str) -> bool:
     """Whether any file of a glob belongs to a split of that name."""
     if "{split}" in pattern:
         return bool(_matching(pattern.replace("{split}", split)))
-    return any(split in re.split(r"[^a-z0-9]+", file.rsplit("/", 1)[-1].lower()) for file in _matching(pattern))
+    return any(split in _words(file) for file in _matching(pattern))
+
+
+def _words(file: str) -> set[str]:
+    """The words of a file's name, and the name of the folder that it lies in."""
+    *folders, name = file.lower().split("/")
+    return {*re.split(r"[^a-z0-9]+", name), *folders[-1:]}
 
 
 def _matching(pattern: str) -> list[str]:
@@ -556,10 +686,17 @@ def _matching(pattern: str) -> list[str]:
     numbered = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if numbered:
         first, last = numbered.groups()
-        each = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-        return [file for text in each for file in _matching(pattern.replace(numbered.group(), text, 1))]
+        files: dict[str, None] = {}
+        for number in range(int(first), int(last) + 1):
+            one = pattern.replace(numbered.group(), str(number).zfill(len(first)), 1)
+            matched = _matching(one)
+            if not matched:
+                raise UserError(f"{one} is missing, which {numbered.group()} names; fetch it, or name fewer")
+            files |= dict.fromkeys(matched)  # 1* and 10* may match the same
+        return list(files)
     if "://" not in pattern:
-        return sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        path = os.path.expanduser(pattern)
+        return [path] if os.path.isfile(path) else sorted(filter(os.path.isfile, glob.glob(path, recursive=True)))
     filesystem, path = _filesystem(pattern)
     protocol = pattern.partition("://")[0]
     try:
@@ -573,12 +710,18 @@ def _described(files: Iterable[str]) -> list[Shard]:
     described = []
     for file in files:
         if "://" not in file:
-            status = os.stat(file)
-            described.append(Shard(os.path.abspath(file), status.st_size, str(status.st_mtime_ns)))
+            try:
+                status = os.stat(file)
+            except OSError as error:
+                raise UserError(f"{file} can't be read: {error.strerror}; remove it, or what it points to") from None
+            version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+            described.append(Shard(os.path.abspath(file), status.st_size, version))
             continue
         filesystem, path = _filesystem(file)
         try:
-            described.append(Shard(file, int(filesystem.info(path)["size"]), filesystem.ukey(path)))
+            known = filesystem.info(path)
+            stamps = [str(known.get(key)) for key in ("ETag", "etag", "Last-Modified", "mtime")]
+            described.append(Shard(file, int(known["size"]), f"{filesystem.ukey(path)} {stamps}"))
         except Exception as error:
             raise UserError(f"{file} can't be reached: {error}") from None
     return described
@@ -600,7 +743,14 @@ def _kept(shard: Shard, what: str, make: Callable[[Shard], np.ndarray]) -> np.nd
     def write(out: BinaryIO) -> None:
         np.save(out, shard.patiently(lambda: make(shard)), allow_pickle=False)
 
-    with DiskCache(default_folder() / "index").open(f"{_digest(shard.key, what)}.npy", write) as file:
+    def sound(file: BinaryIO) -> bool:
+        try:
+            np.load(file, allow_pickle=False)
+        except (ValueError, EOFError, OSError):
+            return False
+        return True
+
+    with DiskCache(default_folder() / "index").open(f"{_digest(shard.key, what)}.npy", write, sound) as file:
         return np.load(file, allow_pickle=False)
 
 
@@ -615,7 +765,8 @@ def _plain(values: np.ndarray, column: str | None) -> np.ndarray:
         return values
     if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
         return values.astype(str)
-    example = type(values.flat[0]).__name__ if len(values) else "nothing"
+    odd = [value for value in values if not isinstance(value, str)]
+    example = type(odd[0]).__name__ if odd else "nothing"
     raise UserError(f"data.label_column={column}: labels must be whole numbers or texts, one an image, not {example}")
 
 
@@ -629,6 +780,10 @@ def _as_classes(
         return classes.tolist(), labels.astype(np.int32)
     if (values < 0).any():  # a test split whose labels are withheld
         return None, None
+    if values.max(initial=0) >= _MOST_CLASSES:
+        raise UserError(
+            f"data.label_column={column}: {values.max()} can't be the number of a class; labels count from 0"
+        )
     labels = values.astype(np.int32)
     names = names or [str(number) for number in range(int(labels.max(initial=-1)) + 1)]
     if labels.max(initial=0) >= len(names):

@@ -140,9 +140,8 @@ def open_source(source: str, split: str, columns: Columns = ANY_COLUMNS, cache_g
     Raises:
         UserError: no such kind of source, path or split, or no image in it.
     """
+    require_form(source)
     kind, _, argument = source.partition(":")
-    if kind not in SOURCES or (argument == "") != (kind == "demo"):
-        raise UserError(f"data.source={source}: no source of that form; there are {', '.join(SOURCE_FORMS)}")
     cache = DiskCache(default_folder() / "cells", int(cache_gb * 1e9))
     opened = SOURCES[kind](argument, split, columns, cache)
     if len(opened) == 0:
@@ -150,13 +149,30 @@ def open_source(source: str, split: str, columns: Columns = ANY_COLUMNS, cache_g
     return opened
 
 
-def has_held_out_split(source: str, train_split: str, eval_split: str) -> bool:
-    """Whether the source has any split beside the training split; a folder or a glob may hold that one alone."""
+def require_form(source: str) -> None:
+    """Raises UserError where this is not the name of a source."""
     kind, _, argument = source.partition(":")
-    names = {*SPLITS, eval_split} - {train_split}
+    if kind not in SOURCES or (argument == "") != (kind == "demo"):
+        raise UserError(f"data.source={source}: no source of that form; there are {', '.join(SOURCE_FORMS)}")
+
+
+def split_names(source: str, usual: Sequence[str] = SPLITS) -> list[str]:
+    """The splits of a source, of those with a usual name; none where it is one set without splits."""
+    kind, _, argument = source.partition(":")
+    if kind == "demo":
+        return ["train", "validation"]
     if kind == "folder":
-        return any((Path(argument).expanduser() / name).is_dir() for name in names)
-    return kind not in ("parquet", "wds") or any(shards.names_a_split(argument, name) for name in names)
+        return [name for name in usual if (Path(argument).expanduser() / name).is_dir()]
+    if kind in ("parquet", "wds"):
+        return [name for name in usual if shards.names_a_split(argument, name)]
+    if kind == "hub":
+        return shards.hub_splits(argument)
+    return list(usual)
+
+
+def has_held_out_split(source: str, train_split: str, eval_split: str) -> bool:
+    """Whether the source has any split beside the training split."""
+    return any(name != train_split for name in split_names(source, list(dict.fromkeys([*SPLITS, eval_split]))))
 
 
 # ---------------------------------------------------------------- the sources
@@ -267,18 +283,22 @@ def _folder(argument: str, split: str, _: Columns, __: DiskCache) -> Source:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Folders and their files, through links, each real folder once; raises UserError on an unreadable one."""
+    """Folders and their files, through links but not in circles; raises UserError on an unreadable one.
+
+    What begins with a dot is hidden, and no data.
+    """
 
     def refuse(error: OSError) -> None:
         raise UserError(f"data.source: {error.filename} can't be listed ({error.strerror}); allow it, or move it out")
 
-    seen = set()
+    above: dict[str, tuple[str, ...]] = {}  # of each folder, the real places of those that it lies in
     for folder, below, names in os.walk(root, followlinks=True, onerror=refuse):
-        real = os.path.realpath(folder)
-        if real in seen:
+        real, around = os.path.realpath(folder), above.get(os.path.dirname(folder), ())
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        if real in around:  # a link back to where we came from
             below.clear()
             continue
-        seen.add(real)
+        above[folder] = (*around, real)
         yield folder, names
 
 

@@ -100,7 +100,13 @@ def train(
                 record = {**numbers, "images_per_second": seen / (time.perf_counter() - began)}
                 tally.sums.clear()
         if due(step, eval_every):
-            record |= evaluate()
+            try:
+                record |= evaluate()
+            except UserError:  # a held-out image that can't be read must not cost the training
+                if record:
+                    log(step, record)
+                save(step, tally)
+                raise
         if record:
             log(step, record)
         if due(step, log_every):

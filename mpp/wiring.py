@@ -83,9 +83,10 @@ def open_training(recipe: RunConfig, console: Console) -> sources.Source:
     unpacked = getattr(source, "unpacked_bytes", np.zeros(1))
     room, needed = recipe.runtime.cache_gb, 2 * recipe.data.shuffle_shards * unpacked.max() / 1e9
     if unpacked.sum() / 1e9 > room and needed > room:
+        enough = float(f"{1.1 * needed:.2g}")  # rounded up
         raise UserError(
             f"runtime.cache_gb={room:g} can't hold two windows of data.shuffle_shards={recipe.data.shuffle_shards} "
-            f"shards of up to {unpacked.max() / 1e9:.2g} GB; give {needed:.2g}, or shuffle fewer shards together"
+            f"shards of up to {unpacked.max() / 1e9:.2g} GB; give {enough:g}, or shuffle fewer shards together"
         )
     if unpacked.sum() / 1e9 > room:
         console.say_once(
@@ -218,10 +219,11 @@ def initial_encoder(
     found = checkpoint.find_weights(recipe.init)
     before = found.config.get("label_names")
     if classes and before and classes != before and sorted(classes) == sorted(before):
+        first = next(number for number, name in enumerate(classes) if name != before[number])
         raise UserError(
             f"init={recipe.init} was trained on the classes of data.source={recipe.data.source} in another order, so "
-            f"that a label means {before[0]} there and {classes[0]} here; write the data anew in the order of "
-            f"{found.path.parent / 'config.json'} (label_names)"
+            f"that label {first} means {before[first]} there and {classes[first]} here; write the data anew in the "
+            f"order of {found.path.parent / 'config.json'} (label_names)"
         )
     loaded = load_encoder(encoder, found.tensors, recipe.init)
     pixels = found.config.get("pretrained_cfg") or {}

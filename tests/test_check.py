@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, command, picture
 from PIL import Image
-from test_shards import three_parquets, three_tars
+from test_shards import three_parquets, three_tars, write_parquet
 
 from mpp import check, sources
 
@@ -101,6 +101,20 @@ def test_sources_in_shards_are_checked_too(make, tmp_path):
     done = command(DATA, "check", make(tmp_path), "--split", "train", "--workers", "0")
     assert done.returncode == 0, done.stderr
     assert "train: 20 images, 20 of them usable" in done.stdout and "classes    3" in done.stdout
+
+
+def test_a_broken_split_is_not_passed_over(tmp_path):
+    source = three_parquets(tmp_path)
+    (tmp_path / "validation-0.parquet").write_bytes(b"PAR1 and nothing")
+    done = command(DATA, "check", source, "--workers", "0")
+    assert done.returncode == 2 and "validation-0.parquet can't be read" in done.stderr
+
+
+def test_labels_that_can_not_be_used_are_reported(tmp_path):
+    write_parquet(tmp_path / "a.parquet", range(2), [[1], [2]], names=None)
+    done = command(DATA, "check", f"parquet:{tmp_path}/a.parquet", "--workers", "0")
+    assert done.returncode == 0, done.stderr
+    assert "classes    none that can be used: data.label_column=label: labels must be whole numbers" in done.stdout
 
 
 def test_a_flat_folder_has_one_split(folder):

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -684,6 +686,62 @@ def test_a_stopped_run_goes_on_counting_what_it_replaced(tiny, tmp_path, monkeyp
     assert same(weights(tmp_path / "stopped"), weights(tmp_path / "straight"))
 
 
+def test_a_run_that_broken_images_have_stopped_goes_on_in_each_way_that_it_names(tiny, tmp_path):
+    source = folder_with_two_broken_images(tmp_path)
+    saves = ["runtime.log_every=1", "runtime.save_every=1", "optim.steps=6"]
+    with pytest.raises(UserError, match=r"With data.on_error=replace the run continues with another in its place"):
+        pretrain(tiny(), tmp_path / "run", source, *saves)
+    with pytest.raises(UserError, match=r"Repair them or raise data.max_broken; the same command then continues"):
+        pretrain(tiny(), tmp_path / "run", source, *saves, "data.on_error=replace", "data.max_broken=0")
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    listed = tmp_path / "other" / "broken.jsonl"
+    listed.write_text(listed.read_text() + '{"row": 1')  # half a line of a run that was killed
+    pretrain(tiny(), tmp_path / "other", source, *saves, "data.on_error=replace", "data.max_broken=2")
+    for row in (5, 11):
+        Image.effect_noise((40, 40), 60 + row).convert("RGB").save(tmp_path / "photos" / f"{row:02d}.png")
+    found = pretrain(tiny(), tmp_path / "run", source, *saves, "data.on_error=replace", "data.max_broken=0")
+    assert found["steps"] == 6 and (tmp_path / "run" / "broken.jsonl").read_text() == ""
+
+
+def test_a_broken_held_out_image_does_not_cost_the_training(tiny, tmp_path):
+    for split, count in (("train", 16), ("validation", 4)):
+        for row in range(count):
+            file = tmp_path / "photos" / split / "a" / f"{row:02d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
+    whole = file.read_bytes()
+    file.write_bytes(b"half")
+    source = f"data.source=folder:{tmp_path / 'photos'}"
+    with pytest.raises(UserError, match=r"validation/a/03.png can't be read"):
+        pretrain(tiny(), tmp_path / "run", source)
+    assert newest(tmp_path / "run").name == "step_00000004"
+    file.write_bytes(whole)
+    found = pretrain(tiny(), tmp_path / "run", source)
+    straight = pretrain(tiny(), tmp_path / "straight", source)
+    assert found["figures"] == straight["figures"] and "held_out_loss" in found["figures"]
+    assert records(tmp_path / "run", *TIMES) == records(tmp_path / "straight", *TIMES)
+
+
+def test_a_defect_ends_a_run_with_loader_processes(tiny, tmp_path):
+    script = (
+        "import sys\nfrom mpp import objectives, config, run\nfrom mpp.console import Console\nfrom pathlib import Path\n"
+        "def broken(*_):\n    raise RuntimeError('a defect')\n"
+        "objectives.MaskedPatchPrediction.loss = broken\n"
+        "run.pretrain(config.load_run(sys.argv[1], ['runtime.workers=1'])[0], Path(sys.argv[2]), Console())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, tiny(), tmp_path / "run"], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 1 and "RuntimeError: a defect" in done.stderr
+
+
+def test_labels_that_can_not_be_used_are_no_matter_to_mpp(tiny, tmp_path):
+    write_parquet(tmp_path / "set" / "train-0.parquet", range(8), [[1], [2, 0]] * 4, names=None)
+    write_parquet(tmp_path / "set" / "validation-0.parquet", range(8), [[1], [2, 0]] * 4, names=None)
+    pretrain(tiny(), tmp_path / "run", f"data.source=parquet:{tmp_path / 'set'}/*.parquet", "optim.steps=2")
+    assert (tmp_path / "run" / "figures" / "mosaic.png").is_file()
+
+
 def test_more_broken_images_than_allowed_stop_the_run(tiny, tmp_path):
     source = folder_with_two_broken_images(tmp_path)
     with pytest.raises(UserError, match=r"2 images can't be read, more than data.max_broken=1; they are listed in"):
@@ -729,7 +787,7 @@ def test_an_init_that_knows_the_classes_in_another_order_is_refused(tiny, tmp_pa
     pretrain(tiny(), tmp_path / "run", source, "objective.name=supervised")
     for part in ("train-0", "train-1", "train-2", "validation-0"):
         write_parquet(tmp_path / "set" / f"{part}.parquet", range(8), [0, 1, 2] * 2 + [0, 1], names=NAMES[::-1])
-    with pytest.raises(UserError, match=r"another order, so that a label means red there and blue here"):
+    with pytest.raises(UserError, match=r"another order, so that label 0 means red there and blue here"):
         finetune(tiny(), tmp_path / "tuned", source, f"init={tmp_path / 'run'}")
     assert not (tmp_path / "tuned").exists()
 

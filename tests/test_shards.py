@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import multiprocessing
+import os
 import tarfile
 import time
 from pathlib import Path
@@ -330,19 +331,99 @@ def test_a_row_group_is_unpacked_once_for_all_workers(tmp_path, monkeypatch):
     assert sorted(counts) == [0] * 14 + [1] * 6  # 2 + 2 + 2 row groups
 
 
-def test_the_index_of_many_shards_is_kept(tmp_path):
-    # A scaled measure of what 1.3 million images cost at start stands in bench/loader.py; this is what it counts on.
+def test_the_index_of_many_shards_is_kept(tmp_path, monkeypatch):
+    # What 1.3 million images cost at start is measured by bench/start.py; this is what it counts on.
     source = three_parquets(tmp_path)
-    first = sources.open_source(source, "train")
-    assert first.labels is not None
-    for file in tmp_path.glob("train-*"):  # what is kept is known by path, size and time, not read again
-        status = file.stat()
-        file.write_bytes(b"x" * status.st_size)
-        import os
+    assert sources.open_source(source, "train").labels is not None
 
-        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    again = shards.ParquetRows(first.shards, first.columns, first.class_names, first.cache)
-    assert len(again) == 20 and again.labels.tolist() == first.labels.tolist()
+    def unreadable(*_, **__):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(shards, "_footer", unreadable)
+    monkeypatch.setattr(parquet, "read_table", unreadable)
+    again = sources.open_source(source, "train")
+    assert len(again) == 20 and again.labels.tolist() == [row % 3 for row in range(20)]
+
+
+@pytest.mark.parametrize("spoil", [lambda content: b"", lambda content: content[: len(content) // 2]])
+def test_what_is_kept_is_made_again_where_it_was_spoiled(source, spoil, elsewhere):
+    kind, _, pattern = source.partition(":")
+    elsewhere()
+    address = f"{kind}:memory://bucket/{Path(pattern).name}"
+    assert shade(sources.open_source(address, "train"), 9) == 9
+    kept = [file for file in default_folder().rglob("*") if file.is_file() and not file.name.startswith(".")]
+    assert {file.parent.name for file in kept} == {"index", "cells"}
+    for file in kept:
+        file.write_bytes(spoil(file.read_bytes()))
+    found = sources.open_source(address, "train")
+    assert [shade(found, row) for row in (9, 0, 19)] == [9, 0, 19]
+
+
+def test_a_file_of_the_same_size_and_time_is_read_anew(source, tmp_path):
+    before = sources.open_source(source, "train")
+    assert shade(before, 0) == 0 and before.labels[0] == 0
+    file = next(tmp_path.glob("train-0.*"))
+    status = file.stat()
+    if file.suffix == ".tar":
+        write_tar(file, [{"jpg": encoded(20 + n), "cls": b"1"} for n in range(7)])
+    else:
+        write_parquet(file, range(20, 27), [1] * 7)
+    content = file.read_bytes()
+    file.write_bytes(content)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = sources.open_source(source, "train")
+    assert shade(after, 0) == 20 and after.labels[0] == 1
+
+
+def test_class_names_that_differ_between_files_are_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", range(2), [0, 1], names=["cat", "dog"])
+    write_parquet(tmp_path / "b.parquet", range(2), [0, 1], names=["dog", "cat"])
+    with pytest.raises(UserError, match=r"b.parquet and .*a.parquet have other class names in label, or another order"):
+        sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+    write_parquet(tmp_path / "b.parquet", range(2), image="picture")
+    with pytest.raises(UserError, match=r"b.parquet has no column image, which .*a.parquet has"):
+        sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+
+
+def test_a_column_of_a_kind_that_nobody_knows_is_no_matter(tmp_path):
+    odd = pyarrow.array([[("a", 1)], [("b", 2)]], type=pyarrow.map_(pyarrow.string(), pyarrow.int64()))
+    table = pyarrow.table({"image": [encoded(1), encoded(2)], "odd": odd, "label": [1, 0]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    found = sources.open_source(f"parquet:{tmp_path}/a.parquet", "train")
+    assert shade(found, 1) == 2 and found.labels.tolist() == [1, 0]
+
+
+def test_labels_that_can_not_count_classes_are_refused(tmp_path):
+    write_parquet(tmp_path / "a.parquet", range(2), [2**32, 2**32 + 1], names=None)
+    found = sources.open_source(f"parquet:{tmp_path}/a.parquet", "train")
+    with pytest.raises(UserError, match=r"data.label_column=label: 4294967297 can't be the number of a class"):
+        assert found.labels
+
+
+def test_a_short_answer_is_asked_for_again_and_not_kept(tmp_path, elsewhere, monkeypatch):
+    source = three_tars(tmp_path)
+    elsewhere()
+    found = sources.open_source(source.replace(f"{tmp_path}/", "memory://bucket/"), "train")
+    real, short = shards.Shard.open, [1]
+
+    def cut(self, *options):
+        file = real(self, *options)
+        return io.BytesIO(file.read()[:700]) if short and short.pop() else file
+
+    monkeypatch.setattr(shards.Shard, "open", cut)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert shade(found, 5) == 5
+
+
+def test_dropped_cells_give_their_room_back(tmp_path, elsewhere):
+    source = three_parquets(tmp_path)
+    elsewhere()
+    address = source.replace(f"{tmp_path}/", "memory://bucket/")
+    found = sources.open_source(address, "train", cache_gb=3000 / 1e9)
+    for row in range(20):
+        assert shade(found, row) == row
+    open_files = [os.fstat(file.fileno()) for file, _ in found._open.files.values()]
+    assert sum(status.st_size for status in open_files if status.st_nlink == 0) <= 6000
 
 
 # ---- tar
@@ -357,6 +438,73 @@ def test_a_compressed_or_oddly_ordered_tar(tmp_path):
     packed = write_tar(tmp_path / "a.tar.gz", many, mode="w:gz")
     with pytest.raises(UserError, match=r"a.tar.gz can't be read"):
         sources.open_source(f"wds:{packed}", "train")
+
+
+def archive(path, *members):
+    """Members as (name, content or link)."""
+    with tarfile.open(path, "w") as out:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+                out.addfile(info)
+            else:
+                info.size = len(content)
+                out.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_no_sample_of_a_tar_is_lost_without_a_word(tmp_path):
+    ten = [(f"{number}.jpg", encoded(number)) for number in range(10)]
+    whole = archive(tmp_path / "a.tar", *ten).read_bytes()
+    offset = sources.open_source(f"wds:{tmp_path}/a.tar", "train").offsets[5] - 512
+
+    def refused(content, words):
+        (tmp_path / "b.tar").write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            sources.open_source(f"wds:{tmp_path}/b.tar", "train")
+
+    end = r"b.tar: what follows byte \d+ is not the end of a tar file"
+    refused(whole[:offset] + b"x" * 512 + whole[offset + 512 :], end)  # a damaged header
+    refused(whole[:offset], end)  # cut between two members
+    refused(whole + whole, end)  # two in one
+    archive(tmp_path / "c.tar", ten[0], ("1.jpg", "0.jpg"))
+    refused((tmp_path / "c.tar").read_bytes(), r"b.tar: 1.jpg is a link or a sparse file")
+    archive(tmp_path / "c.tar", ten[0], ("0.JPG", encoded(1)))
+    refused((tmp_path / "c.tar").read_bytes(), r"b.tar: sample /0 has jpg twice")
+
+
+def test_what_is_no_sample_of_a_tar_is_passed_over(tmp_path):
+    path = archive(tmp_path / "a.tar", ("._1.jpg", b"resource"), ("1.jpg", encoded(1)), ("README", b"text"))
+    found = sources.open_source(f"wds:{path}", "train")
+    assert len(found) == 1 and shade(found, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "numbers"),
+    [
+        ([b"10", b"9\n"], [str(number) for number in range(11)], [10, 9]),
+        ([b"-1", b"-1"], None, None),
+        ([b"10", b"x"], ["10", "x"], [0, 1]),
+    ],
+)
+def test_labels_of_tar_members(tmp_path, labels, classes, numbers):
+    path = write_tar(tmp_path / "a.tar", [{"jpg": encoded(0), "cls": label} for label in labels])
+    found = sources.open_source(f"wds:{path}", "train")
+    assert found.classes == classes
+    assert (found.labels is None) if numbers is None else (found.labels.tolist() == numbers)
+
+
+def test_labels_that_some_samples_lack(tmp_path):
+    members = [{"jpg": encoded(0), "json": b'{"label": null}'}] * 2
+    found = sources.open_source(f"wds:{write_tar(tmp_path / 'a.tar', members)}", "train", Columns(None, "json.label"))
+    assert found.labels is None
+    path = write_tar(tmp_path / "b.tar", [{"jpg": encoded(0), "cls": b"1"}, {"jpg": encoded(0)}])
+    with pytest.raises(UserError, match=r"b.tar row 1 has no label, but others have"):
+        assert sources.open_source(f"wds:{path}", "train").labels
+    path = write_tar(tmp_path / "c.tar", [{"jpg": encoded(0), "cls": b"\xff"}])
+    with pytest.raises(UserError, match=r"c.tar: sample ./c/0000 has jpg, cls, and its cls is no text in UTF-8"):
+        sources.open_source(f"wds:{path}", "train")
 
 
 @pytest.mark.parametrize(
@@ -394,6 +542,18 @@ def test_splits_are_found_in_names_or_by_a_placeholder(tmp_path):
         sources.open_source(f"parquet:{tmp_path}/{{split}}-*.parquet", "test")
     with pytest.raises(UserError, match=r"data.source=parquet:.*nothing: no file matches"):
         sources.open_source(f"parquet:{tmp_path}/nothing", "train")
+    with pytest.raises(UserError, match=r"train-3.parquet is missing, which \{0..3\} names"):
+        sources.open_source(f"parquet:{tmp_path}/train-{{0..3}}.parquet", "train")
+    assert len(sources.open_source(f"parquet:{tmp_path}/train-{{0..1}}*.parquet", "train")) == 12
+    for split in ("train", "validation"):
+        write_parquet(tmp_path / "deep" / split / "0.parquet", range(3 if split == "train" else 2))
+    assert len(sources.open_source(f"parquet:{tmp_path}/deep/*/*.parquet", "train")) == 3
+    assert sources.split_names(f"parquet:{tmp_path}/deep/*/*.parquet") == ["train", "validation"]
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no file matches"):
+        sources.open_source(f"parquet:{tmp_path}/gone.parquet", "train")
+    write_parquet(tmp_path / "a[1]" / "0.parquet", range(2))
+    assert len(sources.open_source(f"parquet:{tmp_path}/a[1]/0.parquet", "train")) == 2
     write_parquet(tmp_path / "other" / "a.parquet", range(2))
     with pytest.raises(UserError, match=r"no file is named after a split, so all of them are the training split"):
         sources.open_source(f"parquet:{tmp_path}/other/*", "validation")
@@ -411,6 +571,9 @@ def test_a_local_copy_of_a_hub_data_set_is_read_where_it_lies(tmp_path):
     assert found.classes == NAMES and found.labels.tolist() == [0, 1, 2, 0]
     with pytest.raises(UserError, match=r"split validation can't be loaded"):
         sources.open_source(f"hub:{tmp_path / 'set'}", "validation")
+    assert sources.has_held_out_split(f"hub:{tmp_path / 'set'}", "train", "test")
+    write_parquet(tmp_path / "alone" / "train-0.parquet", range(4))
+    assert not sources.has_held_out_split(f"hub:{tmp_path / 'alone'}", "train", "validation")
 
 
 def test_a_hub_data_set_of_tar_files(tmp_path):
@@ -436,6 +599,13 @@ def test_other_data_sets_and_saved_ones_go_through_the_library(tmp_path):
     found = sources.open_source(f"hub:{tmp_path / 'saved'}", "train")
     assert found.classes == NAMES and found.labels.tolist() == [2, 1]
     assert [shade(found, row) for row in range(2)] == [7, 8]
+    with pytest.raises(UserError, match=r"no split test, but train"):
+        sources.open_source(f"hub:{tmp_path / 'saved'}", "test")
+    rows.select([1, 0]).save_to_disk(tmp_path / "single")  # one data set is one split, not every split
+    found = sources.open_source(f"hub:{tmp_path / 'single'}", "train")
+    assert found.labels.tolist() == [1, 2] and [shade(found, row) for row in range(2)] == [8, 7]
+    with pytest.raises(UserError, match=r"no split validation, but train"):
+        sources.open_source(f"hub:{tmp_path / 'single'}", "validation")
 
 
 def test_the_cache_is_a_folder_of_its_own():

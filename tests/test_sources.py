@@ -89,12 +89,16 @@ def test_an_empty_folder_and_a_missing_split_are_named(folder, tmp_path):
         sources.open_source("demo", "test")
 
 
-def test_links_are_followed_but_no_folder_is_read_twice(folder, tmp_path):
+def test_links_are_followed_but_not_in_circles_and_what_is_hidden_is_not(folder, tmp_path):
     source = folder({"train/a/1.png": picture(), "elsewhere/2.png": picture()})
     (tmp_path / "train" / "b").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "train" / "a" / "loop").symlink_to(tmp_path / "train")
     found = sources.open_source(source, "train")
     assert list(found.files) == ["a/1.png", "b/2.png"]
+    (tmp_path / "train" / "c").symlink_to(tmp_path / "elsewhere")  # two classes of the same images
+    (tmp_path / "train" / ".thumbnails").mkdir()
+    picture().save(tmp_path / "train" / ".thumbnails" / "3.png")
+    assert list(sources.open_source(source, "train").files) == ["a/1.png", "b/2.png", "c/2.png"]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may list every folder")
