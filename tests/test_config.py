@@ -74,6 +74,14 @@ def test_defaults_are_named(tiny):
         ("runtime.save_every=5", None),
         ("optim.learning_rate=-1", "optim.learning_rate=-1.0 must be positive"),
         ("optim.learning_rate=[]", "must be positive"),
+        ("data.crop=square", "data.resize=None goes with data.crop=square or short_side or data.eval_crop=center"),
+        ("data.eval_crop=center", "data.resize=None goes with data.crop=square"),
+        ("data.resize=64", "and only with them (here: inception, whole)"),
+        ("data.crop=middle", "data.crop must be inception or square or short_side, not 'middle'"),
+        ("data.on_error=skip", "data.on_error must be stop or replace, not 'skip'"),
+        ("data.shuffle_shards=0", "data.shuffle_shards=0 must be positive"),
+        ("data.max_broken=-1", "data.max_broken=-1 must not be negative"),
+        ("runtime.cache_gb=0", "runtime.cache_gb=0.0 must be positive"),
         ("data.crop_area=[0.9, 0.5]", "data.crop_area=[0.9, 0.5] must rise within (0, 1]"),
         ("optim=3", "optim is a section; name a key in it, such as optim."),
         ("optim.steps.x=3", "steps is a value, not a section"),
@@ -94,6 +102,23 @@ def test_what_is_refused_and_how(tiny, override, words):
 )
 def test_booleans(tiny, text, value):
     assert config.load_run(tiny(), [f"data.flip={text}"])[0].data.flip is value
+
+
+def test_a_cut_must_fit_into_what_it_is_cut_from(tiny):
+    with pytest.raises(UserError, match=r"data.resize=31 must not be smaller than data.image_size=32"):
+        config.load_run(tiny(), ["data.crop=square", "data.resize=31"])
+    assert config.load_run(tiny(), ["data.crop=square", "data.resize=32"])[0].data.resize == 32
+
+
+def test_what_is_done_about_broken_images_may_differ(tiny):
+    stops, replaces = (
+        config.load_run(tiny(), changes)[0] for changes in ([], ["data.on_error=replace", "data.max_broken=3"])
+    )
+    assert config.changed_keys(stops, replaces) == []
+    assert config.recipe_hash(stops) == config.recipe_hash(replaces)
+    other = config.load_run(tiny(), ["data.flip=false"])[0]
+    assert config.changed_keys(stops, other) == ["data.flip: True there, False here"]
+    assert config.recipe_hash(stops) != config.recipe_hash(other)
 
 
 def test_a_fault_in_a_file_names_file_and_line(tmp_path):
