@@ -4,14 +4,16 @@
     python bench/loader.py --rounds 3 --images 100
 
 All read the same JPEG files, crop them at random (area 5 % to 100 %, aspect 3/4 to 4/3, bilinear), flip half of them
-and collate batches of uint8 at 224 pixels. Contestants take turns within a round, so that what slows the machine
-slows them all; ratios are medians over the rounds. The sizes of the files are made, their contents are photographs.
+and collate batches of uint8 at 224 pixels. On one core each contestant has a process of its own, and they take turns
+within a round, so that what slows the machine slows them all; ratios are medians over the rounds. The sizes of the
+files are made, their contents are photographs. `pip install simplejpeg` adds the fastest plain decoder.
 """
 
 import argparse
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -20,6 +22,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +173,47 @@ def run(batches: Iterator[Any], skip: int) -> tuple[float, list[float]]:
     return len(waits) / float(waits.sum()), waits.tolist()
 
 
+def serve(name: str, folder: Path, batch: int, line: Connection) -> None:
+    """The process of one contestant: measures an epoch without workers whenever it is asked."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ["XDG_CACHE_HOME"] = str(folder / f"cache of {name}")
+    if name in CONTESTANTS:
+        import datasets
+
+        datasets.disable_progress_bars()
+    else:
+        encoded = [file.read_bytes() for file in sorted((folder / "train").rglob("*.jpg"))]
+        decode = raw_decoders()[name]
+    while line.recv() is not None:
+        if name not in CONTESTANTS:
+            began = time.perf_counter()
+            for one in encoded:
+                decode(one)
+            line.send(len(encoded) / (time.perf_counter() - began))
+        else:
+            rate, waits = run(CONTESTANTS[name](folder, batch, 0), skip=1)
+            line.send((rate * batch, waits))
+
+
+class Child:
+    """A contestant's process, to be asked."""
+
+    def __init__(self, name: str, folder: Path, batch: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.line, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(name, folder, batch, theirs))
+        self.process.start()
+
+    def ask(self) -> Any:
+        self.line.send("an epoch")
+        return self.line.recv()
+
+    def close(self) -> None:
+        self.line.send(None)
+        self.process.join()
+
+
 def private_megabytes(process: int) -> float:
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) / 1000
@@ -177,8 +221,6 @@ def private_megabytes(process: int) -> float:
 
 def worker_megabytes(make: Callable[[Path, int, int], Iterator[Any]], folder: Path, batch: int) -> float:
     """What one loader process weighs that it shares with no other, after half of an epoch."""
-    import multiprocessing
-
     batches = make(folder, batch, 1)
     total = len(list((folder / "train").rglob("*.jpg"))) // batch
     for _ in range(max(total // 2, 1)):
@@ -214,8 +256,9 @@ def parts_of_ours(files: list[Path]) -> dict[str, float]:
         "resize": lambda i: decoding.resize(regions[i], SIDE, SIDE),
         "mirror half": lambda i: decoding.mirror(squares[i]) if i % 2 else None,
     }
-    spent = {name: _microseconds(part, len(files)) for name, part in parts.items()}
-    spent["collate"] = _microseconds(lambda _: data._collate([dict(sample) for sample in samples]), 20) / len(samples)
+    spent = {name: round(_microseconds(part, len(files)), 1) for name, part in parts.items()}
+    batch = _microseconds(lambda _: data._collate([dict(sample) for sample in samples]), 20)
+    spent["collate"] = round(batch / len(samples), 1)
     return spent
 
 
@@ -236,39 +279,61 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--workers", type=int, nargs="*", default=None, help="also measured; default 1 to the cores")
     flags = parser.parse_args()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         files = write_photographs(folder, flags.images)
         cores = len(os.sched_getaffinity(0))
-        result = compare(folder, files, flags.batch, flags.rounds, flags.workers or list(range(1, cores + 1)), cores)
-    print(json.dumps(result))
+        children = {name: Child(name, folder, flags.batch) for name in (*CONTESTANTS, *raw_decoders())}
+        try:
+            rates, waits = take_turns(children, flags.rounds)
+        finally:
+            for child in children.values():
+                child.close()
+        torch.set_num_threads(1)
+        warnings.simplefilter("ignore")
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        workers = flags.workers or list(range(1, cores + 1))
+        result = compare(folder, files, flags.batch, flags.rounds, workers, rates, waits)
+        result["microseconds"] = parts_of_ours(files)
+    print("\n| where ours spends it | us an image |\n| --- | --- |")
+    for part, microseconds in {**result["microseconds"], "all of these": sum(result["microseconds"].values())}.items():
+        print(f"| {part} | {microseconds:.0f} |")
+    print("\n" + json.dumps(result | {"machine": describe(cores)}))
 
 
-def compare(folder: Path, files: list[Path], batch: int, rounds: int, workers: list[int], cores: int) -> dict[str, Any]:
+def take_turns(children: dict[str, Child], rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Images a second of each contestant in each round, and the seconds that its batches took to come."""
+    rates: dict[str, list[float]] = {name: [] for name in children}
+    waits: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    for turn in range(rounds + 1):
+        for name, child in children.items():
+            answer = child.ask()
+            if turn == 0:  # imports, and files that are read for the first time
+                continue
+            if name in CONTESTANTS:
+                rates[name].append(answer[0])
+                waits[name] += answer[1]
+            else:
+                rates[name].append(answer)
+    return rates, waits
+
+
+def compare(
+    folder: Path,
+    files: list[Path],
+    batch: int,
+    rounds: int,
+    workers: list[int],
+    rates: dict[str, list[float]],
+    waits: dict[str, list[float]],
+) -> dict[str, Any]:
     import datasets
 
     datasets.disable_progress_bars()
     sizes = sorted(file.stat().st_size for file in files)
     print(f"{len(files)} JPEGs of {WIDTH} x {HEIGHT} pixels, {sizes[len(sizes) // 2] / 1000:.0f} kB in the middle;")
-    print(f"crops of {SIDE} pixels in batches of {batch}; {rounds} rounds; {describe(cores)}\n")
-
-    encoded = [file.read_bytes() for file in files]
-    decoders = raw_decoders()
-    rates: dict[str, list[float]] = {name: [] for name in (*CONTESTANTS, *decoders)}
-    waits: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
-    for _ in range(rounds):
-        for name, make in CONTESTANTS.items():
-            rate, waited = run(make(folder, batch, 0), skip=1)
-            rates[name].append(rate * batch)
-            waits[name] += waited
-        for name, decode in decoders.items():
-            began = time.perf_counter()
-            for one in encoded:
-                decode(one)
-            rates[name].append(len(encoded) / (time.perf_counter() - began))
+    print(f"crops of {SIDE} pixels; {rounds} rounds; {describe(len(os.sched_getaffinity(0)))}\n", flush=True)
+    decoders = [name for name in rates if name not in CONTESTANTS]
     raw = max(decoders, key=lambda name: float(np.median(rates[name])))
 
     def ratio(other: str) -> float:
@@ -276,30 +341,29 @@ def compare(folder: Path, files: list[Path], batch: int, rounds: int, workers: l
 
     print("| one core, no worker | images/s | ours / it | batch p50 ms | batch p99 ms | worker MB |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for name, make in CONTESTANTS.items():
+    for name in CONTESTANTS:
         p50, p99 = np.percentile(waits[name], [50, 99]) * 1000
-        weight = worker_megabytes(make, folder, batch) if Path("/proc/self/smaps_rollup").exists() else float("nan")
+        weight = (
+            worker_megabytes(CONTESTANTS[name], folder, batch)
+            if Path("/proc/self/smaps_rollup").exists()
+            else float("nan")
+        )
         shown = f"{np.median(rates[name]):.0f} | {ratio(name):.2f} | {p50:.0f} | {p99:.0f} | {weight:.0f}"
         print(f"| {name} | {shown} |")
     for name in decoders:
         print(f"| {name}, decode alone | {np.median(rates[name]):.0f} | {ratio(name):.2f} | | | |")
 
     print("\n| workers | " + " | ".join(CONTESTANTS) + " | (images/s)")
-    print("| --- |" + " --- |" * len(CONTESTANTS))
-    growth = {}
+    print("| --- |" + " --- |" * len(CONTESTANTS), flush=True)
+    growth: dict[int, dict[str, float]] = {}
     for count in workers:
-        by_name = {name: [] for name in CONTESTANTS}
+        by_name: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
         for _ in range(max(rounds // 2, 1)):
-            for name, make in CONTESTANTS.items():
-                by_name[name].append(run(make(folder, batch, count), skip=2 * count)[0] * batch)
-        growth[count] = {name: float(np.median(found)) for name, found in by_name.items()}
-        print(f"| {count} | " + " | ".join(f"{growth[count][name]:.0f}" for name in CONTESTANTS) + " |")
-
-    print("\n| where ours spends it | us an image |\n| --- | --- |")
-    spent = parts_of_ours(files)
-    for name, microseconds in spent.items():
-        print(f"| {name} | {microseconds:.0f} |")
-    print(f"| all of these | {sum(spent.values()):.0f} |\n")
+            for name in CONTESTANTS:
+                rate, _ = run(CONTESTANTS[name](folder, batch, count), skip=2 * count)
+                by_name[name].append(rate * batch)
+        growth[count] = {name: round(float(np.median(found)), 1) for name, found in by_name.items()}
+        print(f"| {count} | " + " | ".join(f"{growth[count][name]:.0f}" for name in CONTESTANTS) + " |", flush=True)
     return {
         "ratio_timm": round(ratio("timm create_loader"), 3),
         "ratio_raw_decoder": round(ratio(raw), 3),
@@ -307,10 +371,8 @@ def compare(folder: Path, files: list[Path], batch: int, rounds: int, workers: l
         "raw_decoder": raw,
         "images_per_second": {name: round(float(np.median(found)), 1) for name, found in rates.items()},
         "by_workers": growth,
-        "microseconds": {name: round(value, 1) for name, value in spent.items()},
         "files": len(files),
         "median_bytes": sizes[len(sizes) // 2],
-        "machine": describe(cores),
     }
 
 

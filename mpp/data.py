@@ -6,11 +6,13 @@ processes nor a resume can change what a step reads.
 python mpp/data.py check SOURCE  reads a source once and reports what is in it.
 """
 
+import ctypes
 import math
 import multiprocessing
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +33,7 @@ from mpp.sources import Source
 
 CROP_RATIO = (3 / 4, 4 / 3)  # Inception-style crop, as in the ViT paper's code
 _CROP_ATTEMPTS = 10
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as mallopt(3) calls them
 _REPLACEMENTS = 20  # samples that are tried in the place of a broken one
 
 Batches = Generator[dict[str, Tensor], None, None]
@@ -303,6 +306,15 @@ def start_method(workers: int) -> str | None:
     return "fork" if workers and "fork" in multiprocessing.get_all_start_methods() else None
 
 
+def _keep_freed_memory() -> None:
+    """Has glibc give out freed memory again: by default it fetches new pages for every image, and clears them."""
+    if sys.platform == "linux":
+        with suppress(AttributeError):  # another C library
+            library = ctypes.CDLL(None)
+            library.mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+            library.mallopt(_M_TRIM_THRESHOLD, 256 * 2**20)
+
+
 def load(
     samples: Dataset,
     batches: Callable[[], Iterator[list[Any]]],
@@ -319,6 +331,7 @@ def load(
     Raises:
         ImageError: an image can't be read.
     """
+    _keep_freed_memory()
     loader = DataLoader(
         samples,
         batch_sampler=_Batches(batches),
