@@ -132,6 +132,22 @@ def test_forked_workers_do_not_move_each_others_files(source):
         assert (shades.round().long() == batch["index"]).all()
 
 
+def test_a_forked_process_opens_files_of_its_own(tmp_path):
+    (tmp_path / "a").write_bytes(b"content")
+    files = shards._OpenFiles()
+
+    def make():
+        return (tmp_path / "a").open("rb"), None
+
+    mine, _ = files.get("a", make)
+    assert files.get("a", make)[0] is mine
+    child = os.fork()
+    if child == 0:
+        os._exit(int(files.get("a", make)[0] is mine))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0 and mine.read() == b"content"
+    files.close()
+
+
 def test_shuffling_stays_within_a_window_of_shards(source):
     found = sources.open_source(source, "train")
     samples = data.TrainingSamples(found, range(20), 0, data.View(8), lambda epoch, index: {}, window=1)
