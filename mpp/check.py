@@ -18,13 +18,12 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from mpp import command_line, decoding, shards, sources
-from mpp.data import outlive_signals, start_method
+from mpp.data import cores, outlive_signals, start_method
 from mpp.errors import ImageError, UserError
 from mpp.files import write_text
 from mpp.shards import Columns
 from mpp.sources import Source
 
-_ORIENTATION = 0x0112  # the EXIF tag
 _SHOWN = 10
 _BATCH = 32
 
@@ -156,7 +155,7 @@ def _described(encoded: bytes) -> dict[str, Any]:
             warnings.simplefilter("ignore")
             mode = f"{image.mode} with transparency" if image.has_transparency_data else image.mode
             found |= {"format": image.format or "unknown", "mode": mode}
-            found["turned"] = image.getexif().get(_ORIENTATION, 1) != 1
+            found["turned"] = image.getexif().get(decoding.ORIENTATION, 1) != 1
             if getattr(image, "n_frames", 1) > 1:
                 found["mode"] += ", several frames"
     except Exception:  # of malformed metadata, which a training run does not need either
@@ -246,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", action="append", metavar="NAME", help="a split to read; default: all there are")
     parser.add_argument("--image-column", metavar="NAME", help="as data.image_column in a recipe")
     parser.add_argument("--label-column", metavar="NAME", help="as data.label_column in a recipe")
-    parser.add_argument("--workers", type=int, default=command_line.cores(), metavar="N", help="loader processes")
+    parser.add_argument("--workers", type=int, default=cores(), metavar="N", help="loader processes")
     parser.add_argument("--output", type=Path, metavar="FILE", help="a JSON file for the whole report")
     flags = parser.parse_args(argv)
     command_line.exit_with(lambda: _check(flags))

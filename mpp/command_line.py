@@ -69,11 +69,6 @@ def exit_with(action: Callable[[], None]) -> NoReturn:
     sys.exit(status)
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def _leave_processes() -> None:
     torch = sys.modules.get("torch")  # a fault in a flag is told without waiting for its import
     if torch is not None and torch.distributed.is_initialized():

@@ -9,6 +9,7 @@ python mpp/data.py check SOURCE  reads a source once and reports what is in it.
 import ctypes
 import math
 import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -299,6 +300,11 @@ def outlive_signals(_: int) -> None:
     """A worker leaves when its process does; a signal to all of them is that process's to answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def start_method(workers: int) -> str | None:

@@ -26,7 +26,7 @@ SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", "
 Box = tuple[int, int, int, int]  # left, top, right, bottom
 
 MAX_PIXELS = 2 * (Image.MAX_IMAGE_PIXELS or 0)  # where Pillow, too, refuses a decompression bomb
-_ORIENTATION = 0x0112  # the EXIF tag
+ORIENTATION = 0x0112  # the EXIF tag
 # Within the pixels of a JPEG: what is no restart, and, where there are several scans, starts none of them.
 _MARKERS = re.compile(rb"\xff[^\x00\xd0-\xd7]")
 _PROGRESSIVE_MARKERS = re.compile(rb"\xff[^\x00\xd0-\xd7\xc4\xda]")
@@ -213,7 +213,7 @@ def _decodes_in_part(encoded: bytes) -> bool:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                if Image.open(io.BytesIO(encoded)).getexif().get(_ORIENTATION, 1) != 1:
+                if Image.open(io.BytesIO(encoded)).getexif().get(ORIENTATION, 1) != 1:
                     return False
         except Exception:  # malformed; Pillow decides
             return False

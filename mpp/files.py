@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,11 @@ def write_text(path: Path, text: str) -> None:
     draft = path.with_name(f".{path.name}.writing")
     draft.write_text(text, encoding="utf-8")
     draft.replace(path)
+
+
+def write_json_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """One JSON object a line; as whole as `write_text`."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
 def read_json(path: Path) -> dict[str, Any]:

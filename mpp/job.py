@@ -20,7 +20,7 @@ from mpp import checkpoint, config, data, run_folder, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import Stopped
-from mpp.files import write_text
+from mpp.files import write_json_lines
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
 from mpp.objectives import Objective
@@ -101,14 +101,14 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             job.console.say(f"{folder}: continues from step {first_step}")
     kept = [record for record in run_folder.read_records(folder) if record["step"] <= first_step]
     if accelerator.is_main_process:
-        write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+        write_json_lines(folder / "metrics.jsonl", kept)
     last = kept[-1] if kept else {}
     if first_step == optim.steps:
         if job.held_out and last and "held_out_loss" not in last:  # the run before could not read them
             last |= _held_out_figures(job)
             kept[-1] = last
             if accelerator.is_main_process:
-                write_text(folder / "metrics.jsonl", "".join(json.dumps(record) + "\n" for record in kept))
+                write_json_lines(folder / "metrics.jsonl", kept)
         return last
     samples = data.TrainingSamples(
         job.source,

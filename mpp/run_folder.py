@@ -18,7 +18,7 @@ from mpp import checkpoint, config
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import ImageError, UserError
-from mpp.files import read_json, write_text
+from mpp.files import read_json, write_json_lines, write_text
 from mpp.sources import Source
 
 _FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
@@ -139,8 +139,7 @@ class BrokenImages:
         self.rows = {record["row"] for record in listed if self._is_broken(record["row"])}  # others were repaired
         accelerator.wait_for_everyone()
         if listed and accelerator.is_main_process:  # without the half line of a run that was killed
-            still = [record for record in listed if record["row"] in self.rows]
-            write_text(self.file, "".join(json.dumps(record) + "\n" for record in still))
+            write_json_lines(self.file, [record for record in listed if record["row"] in self.rows])
 
     def _is_broken(self, row: int) -> bool:
         try:

@@ -100,10 +100,9 @@ class Shard:
                 if number + 1 < tries:
                     time.sleep(2.0**number)
                     continue
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
                 times = f" in {tries} tries" if tries > 1 else ""
                 raise UserError(
-                    f"{self.url} can't be read{times}: {reason}; repair it, or leave it out of data.source"
+                    f"{self.url} can't be read{times}: {_reason(error)}; repair it, or leave it out of data.source"
                 ) from None
 
 
@@ -636,8 +635,7 @@ def _hub_errors(source: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # the library raises many kinds, all of which mean: not to be had
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"data.source={source}: {what}: {reason}") from None
+        raise UserError(f"data.source={source}: {what}: {_reason(error)}") from None
 
 
 def _arrow(source: str, columns: Columns, rows: Any) -> ArrowRows:
@@ -789,6 +787,11 @@ def _as_classes(
     if labels.max(initial=0) >= len(names):
         raise UserError(f"data.label_column={column}: label {labels.max()}, but there are {len(names)} class names")
     return names, labels
+
+
+def _reason(error: Exception) -> str:
+    """The first line of what an error says, or its kind."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _digest(*parts: Any) -> str:

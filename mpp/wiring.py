@@ -71,9 +71,8 @@ def worker_count(recipe: RunConfig, processes: int) -> int:
     """Loader processes for each training process; `auto` leaves it a core of its own."""
     if isinstance(recipe.runtime.workers, int):
         return recipe.runtime.workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
-    return min(max(cores // here - 1, 0), 16)
+    return min(max(data.cores() // here - 1, 0), 16)
 
 
 def open_training(recipe: RunConfig, console: Console) -> sources.Source:
