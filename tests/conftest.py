@@ -67,6 +67,37 @@ def folder(tmp_path):
     return write
 
 
+def noise_photos(root, count, broken=()):
+    """Images of noise, named by their number, of which some can't be read."""
+    root.mkdir()
+    for row in range(count):
+        file = root / f"{row:02d}.png"
+        if row in broken:
+            file.write_bytes(b"half an image")
+        else:
+            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
+    return root
+
+
+def batches_of(samples, steps, batch_size, workers):
+    """What one process reads of some training samples."""
+    import torch
+
+    from mpp import data
+
+    return data.training_batches(
+        samples,
+        first_step=0,
+        steps=steps,
+        batch_size=batch_size,
+        micro_batch=batch_size,
+        processes=1,
+        process=0,
+        workers=workers,
+        device=torch.device("cpu"),
+    )
+
+
 def command(*arguments, processes=1, cwd=None, env=None):
     """Runs an entry point as a person would; with more processes under torchrun on the CPU."""
     launcher = [sys.executable]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import skimage
 import torch
-from conftest import picture
+from conftest import batches_of, picture
 from PIL import Image
 
 from mpp import data, decoding, draws, sources
@@ -280,17 +280,7 @@ def test_a_worker_weighs_the_same_for_ten_million_images(folder):
         source = sources.Folder(Path(root), [], ["a"], labels)
         object.__setattr__(source, "files", names)
         samples = Weighed(source, range(count), 0, data.View(16), lambda epoch, index: {}, labels)
-        batches = data.training_batches(
-            samples,
-            first_step=0,
-            steps=40,
-            batch_size=32,
-            micro_batch=32,
-            processes=1,
-            process=0,
-            workers=1,
-            device=torch.device("cpu"),
-        )
+        batches = batches_of(samples, 40, 32, workers=1)
         seen = [batch for batch in batches]
         assert max(int(batch["index"].max()) for batch in seen) > 0.9 * count
         weights[count] = max(int(batch["kilobytes"].max()) for batch in seen)

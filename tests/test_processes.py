@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, command
-from PIL import Image
+from conftest import ROOT, command, noise_photos
 from safetensors.torch import load_file
 
 PRETRAIN = ROOT / "mpp" / "pretrain.py"
@@ -213,14 +212,8 @@ def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, pro
 
 
 def test_two_processes_replace_and_count_broken_images_as_one_does(tiny, tmp_path):
-    for row in range(16):
-        file = tmp_path / "photos" / f"{row:02d}.png"
-        file.parent.mkdir(exist_ok=True)
-        if row in (3, 12):
-            file.write_bytes(b"half an image")
-        else:
-            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
-    recipe = tiny(data__source=f"folder:{tmp_path / 'photos'}", data__on_error="replace", optim__steps=6)
+    photos = noise_photos(tmp_path / "photos", 16, broken=(3, 12))
+    recipe = tiny(data__source=f"folder:{photos}", data__on_error="replace", optim__steps=6)
     said = {}
     for processes in (1, 2):
         output = tmp_path / str(processes)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import noise_photos
 from PIL import Image
 from safetensors.torch import load_file
 from test_shards import NAMES, write_parquet
@@ -625,14 +626,7 @@ def test_the_newest_finished_pretraining_is_found(tiny, tmp_path):
 
 
 def folder_with_two_broken_images(tmp_path):
-    for row in range(24):
-        file = tmp_path / "photos" / f"{row:02d}.png"
-        file.parent.mkdir(exist_ok=True)
-        if row in (5, 11):
-            file.write_bytes(b"half an image")
-        else:
-            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
-    return f"data.source=folder:{tmp_path / 'photos'}"
+    return f"data.source=folder:{noise_photos(tmp_path / 'photos', 24, broken=(5, 11))}"
 
 
 def test_a_broken_image_stops_the_run_by_name_and_what_was_saved_stays(tiny, tmp_path):

@@ -14,8 +14,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
-import torch
-from conftest import picture
+from conftest import batches_of, picture
 from PIL import Image
 
 from mpp import data, shards, sources
@@ -116,17 +115,7 @@ def test_forked_workers_do_not_move_each_others_files(source):
     found = sources.open_source(source, "train")
     assert shade(found, 3) == 3  # open before the workers are forked
     samples = data.TrainingSamples(found, range(20), 0, data.View(8), lambda epoch, index: {})
-    batches = data.training_batches(
-        samples,
-        first_step=0,
-        steps=60,
-        batch_size=8,
-        micro_batch=8,
-        processes=1,
-        process=0,
-        workers=2,
-        device=torch.device("cpu"),
-    )
+    batches = batches_of(samples, 60, 8, workers=2)
     for batch in batches:
         shades = batch["images"].float().mean((1, 2, 3)) / 5
         assert (shades.round().long() == batch["index"]).all()
@@ -332,17 +321,7 @@ def test_a_row_group_is_unpacked_once_for_all_workers(tmp_path, monkeypatch):
 
     monkeypatch.setattr(shards.ParquetRows, "_unpack", counted)
     samples = data.TrainingSamples(found, range(20), 0, data.View(8), lambda epoch, index: {})
-    batches = data.training_batches(
-        samples,
-        first_step=0,
-        steps=20,
-        batch_size=4,
-        micro_batch=4,
-        processes=1,
-        process=0,
-        workers=2,
-        device=torch.device("cpu"),
-    )
+    batches = batches_of(samples, 20, 4, workers=2)
     assert sum(len(batch["index"]) for batch in batches) == 80
     assert sorted(counts) == [0] * 14 + [1] * 6  # 2 + 2 + 2 row groups
 
