@@ -5,7 +5,6 @@ python eval/compare.py --recipe compare_demo --output runs/demo
 
 import dataclasses
 import json
-import os
 import shutil
 import sys
 import time
@@ -19,10 +18,8 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 
 import numpy as np
 
-from mpp import checkpoint, command_line, config, console, pictures, probe, run, wiring
-from mpp.errors import UserError
+from mpp import command_line, config, console, pictures, probe, run, run_folder, wiring
 from mpp.files import read_json, write_text
-from mpp.model import encoder_of, load_encoder
 
 Record = dict[str, Any]
 _BASELINES = {"random_encoder": "random encoder, frozen", "raw_pixels": "raw pixels", "chance": "chance"}
@@ -68,9 +65,9 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
             print(wiring.dry_run(recipe), end="\n\n")
         print(f"in all             {sum(map(wiring.planned_images, [*recipes, *tunings.values()])):,} images")
         return
-    _require_own_folder(output, plan, flags.overwrite)
+    run_folder.require_own_folder(output, plan, config.load_compare, flags.overwrite)
     for arm in arms:
-        _rehearse(arm, [tunings[arm.name, seed] for seed in plan.seeds])
+        wiring.rehearse_arm(arm.pretraining, [tunings[arm.name, seed] for seed in plan.seeds])
 
     began = time.monotonic()
     screen = console.Console(sum(map(wiring.planned_images, [*recipes, *tunings.values()])))
@@ -124,47 +121,6 @@ def _slug(name: str) -> str:
 
 def _tuning_folder(output: Path, arm: Arm, seed: int) -> Path:
     return output / "finetune" / _slug(arm.name) / f"seed_{seed}"
-
-
-def _require_own_folder(output: Path, plan: config.CompareConfig, overwrite: bool) -> None:
-    """Raises UserError where the folder holds anything but this comparison."""
-    if not output.exists() or not any(output.iterdir()):
-        return
-    before = output / "config.yaml"
-    if not before.is_file():
-        raise UserError(f"--output {output} holds files but no comparison; name another folder")
-    try:
-        same = config.load_compare(str(before)) == plan
-    except UserError as error:
-        raise UserError(f"--output {output} holds no comparison ({error}); name another folder") from None
-    if not same and not overwrite:
-        raise UserError(f"--output {output} holds another comparison; name another folder, or give --overwrite")
-
-
-def _rehearse(arm: Arm, tunings: Sequence[config.RunConfig]) -> None:
-    """Raises UserError for what would else stop this arm after hours of training; writes nothing."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    silent = console.Console(quiet=True)
-    first = tunings[0]
-    weights, where = None, f"{arm.name}: {arm.init}"
-    if arm.pretraining is not None:
-        wiring.require_one_rate(arm.pretraining)
-        wiring.micro_batches(arm.pretraining, processes)
-        source = wiring.open_training(arm.pretraining, silent)
-        classes = wiring.classes_of(source, arm.pretraining) if arm.pretraining.objective.name == "supervised" else None
-        wiring.open_held_out(arm.pretraining, source, silent)
-        weights = encoder_of(wiring.rehearse(arm.pretraining, classes)[0]).state_dict()
-    elif arm.init != "scratch":
-        weights = checkpoint.find_weights(arm.init).tensors
-    wiring.require_supervised(first)
-    wiring.micro_batches(first, processes)
-    source = wiring.open_training(first, silent)
-    wiring.open_test(first, source, silent)
-    for tuning in tunings:
-        wiring.labelled_rows(tuning, source)
-    encoder = encoder_of(wiring.rehearse(first, wiring.classes_of(source, first))[0])
-    if weights is not None:
-        load_encoder(encoder, weights, where)
 
 
 def _frozen(

@@ -32,10 +32,13 @@ def _finetune(flags: command_line.argparse.Namespace) -> None:
     if name is None:
         from mpp import run_folder
 
-        pretrained, name = run_folder.newest_pretraining(Path("runs"), overrides)
+        pretrained, name, model = run_folder.newest_pretraining(Path("runs"), overrides)
         if pretrained is not None:
             overrides.append(f"init={pretrained}")
             console.say(f"fine-tunes {pretrained} with the recipe {name}")
+        if model:
+            console.say(f"with the model of the run: {' '.join(model)}")
+            overrides += model
     recipe, defaults = config.load_run(name, overrides)
 
     from mpp import run, wiring  # torch takes seconds to import; help and faults of a recipe do not wait for it

@@ -41,6 +41,7 @@ class Report:
         broken: rows that can't be read, each with what is wrong.
         classes: how many images each has; None where the source has no labels.
         no_classes: why there are none.
+        label_counts: int64 [rows], of each image where it can have several; None where it can't.
     """
 
     source: Source
@@ -55,6 +56,7 @@ class Report:
     broken: dict[int, str]
     classes: dict[str, int] | None
     no_classes: str
+    label_counts: np.ndarray | None
 
     def duplicates(self) -> list[list[int]]:
         """Groups of rows that hold the same bytes, each rising."""
@@ -72,7 +74,7 @@ def check_split(source: Source, split: str, workers: int) -> Report:
     modes: Counter[str] = Counter()
     broken: dict[int, str] = {}
     turned = 0
-    classes, trouble = _classes(source)
+    classes, trouble, label_counts = _classes(source)
     with (
         closing(_facts(source, workers)) as facts,
         tqdm(total=count, desc=f"reading {split}", unit="img", unit_scale=True, disable=None) as bar,
@@ -88,18 +90,22 @@ def check_split(source: Source, split: str, workers: int) -> Report:
                 if fact["error"]:
                     broken[row] = fact["error"]
             bar.update(len(batch))
-    return Report(source, split, widths, heights, sizes, digests, formats, modes, turned, broken, classes, trouble)
+    return Report(
+        source, split, widths, heights, sizes, digests, formats, modes, turned, broken, classes, trouble, label_counts
+    )
 
 
-def _classes(source: Source) -> tuple[dict[str, int] | None, str]:
-    """How many images each class has, or why that can't be said."""
+def _classes(source: Source) -> tuple[dict[str, int] | None, str, np.ndarray | None]:
+    """How many images each class has, or why that can't be said; and how many labels an image that can have several."""
     try:
-        if source.classes is None or source.labels is None:
-            return None, "none"
-        counts = np.bincount(source.labels, minlength=len(source.classes))
+        classes, labels = source.classes, source.labels
     except UserError as error:
-        return None, f"none that can be used: {error}"
-    return dict(zip(source.classes, counts.tolist(), strict=True)), ""
+        return None, f"none that can be used: {error}", None
+    if classes is None or labels is None:
+        return None, "none", None
+    counts = np.bincount(labels[labels >= 0], minlength=len(classes))
+    several = (labels >= 0).sum(1) if labels.ndim == 2 else None
+    return dict(zip(classes, counts.tolist(), strict=True)), "", several
 
 
 def _facts(source: Source, workers: int) -> Generator[list[dict[str, Any]], None, None]:
@@ -175,6 +181,12 @@ def _text(report: Report) -> Iterator[str]:
         )
     else:
         yield f"  classes    {report.no_classes}"
+    if report.label_counts is not None:
+        labelled = report.label_counts[report.label_counts > 0]
+        yield (
+            f"  labels     {labelled.mean():.3g} an image in the mean, {labelled.max()} at most; "
+            f"{len(source) - len(labelled):,} images have none"
+        )
     if whole.any():
         widths, heights, sizes = report.widths[whole], report.heights[whole], report.sizes[whole]
         yield (
@@ -223,6 +235,7 @@ def _plain(report: Report) -> dict[str, Any]:
         "usable": int((report.widths > 0).sum()),
         "bytes": int(report.sizes.sum()),
         "classes": report.classes,
+        "unlabelled": None if report.label_counts is None else int((report.label_counts == 0).sum()),
         "formats": dict(report.formats),
         "modes": dict(report.modes),
         "turned": report.turned,

@@ -5,6 +5,8 @@ step_00005000/
   model.safetensors      the encoder, in timm's names
   objective.safetensors  mask embedding and prediction head
   state/                 what an exact resume needs: optimizer.safetensors, meta.json
+
+Where weights are averaged, the two upper files hold the average, and state/trained.safetensors what is trained.
 """
 
 import json
@@ -31,8 +33,9 @@ def write(
     folder: Path,
     step: int,
     *,
+    model: nn.Module,
     encoder: nn.Module,
-    objective: Mapping[str, Tensor],
+    trained: nn.Module | None,
     objective_note: Mapping[str, str],
     optimizer: torch.optim.Optimizer,
     names: Mapping[Tensor, str],
@@ -43,8 +46,11 @@ def write(
     """Writes `folder/step_XXXXXXXX` beside its name, flushes it, renames it, and drops older ones.
 
     Args:
-        objective: weights that are not the encoder's; no file where there are none.
-        objective_note: what these weights mean, for the file's metadata.
+        model: what is exported; its weights that are not the encoder's are the objective's, without a file where
+            there are none.
+        encoder: the part of it that timm knows.
+        trained: where `model` is an average, the model that it is the average of.
+        objective_note: what the objective's weights mean, for the file's metadata.
         names: of every parameter that the optimiser holds.
         meta: plain values for `state/meta.json`.
         classes: names of the outputs of the encoder's head, if it has one.
@@ -57,9 +63,11 @@ def write(
     save_for_hf(
         encoder, str(draft), safe_serialization=True, model_config={"label_names": classes} if classes else None
     )
+    objective = objective_weights(model, encoder)
     if objective:
-        own = {name: value.contiguous() for name, value in objective.items()}
-        save_file(own, draft / "objective.safetensors", metadata=dict(objective_note))
+        save_file(_whole(objective), draft / "objective.safetensors", metadata=dict(objective_note))
+    if trained is not None:
+        save_file(_whole(trained.state_dict()), draft / "state" / "trained.safetensors")
     save_file(_optimizer_tensors(optimizer, names), draft / "state" / "optimizer.safetensors")
     (draft / "state" / "meta.json").write_text(json.dumps({"step": step, **meta}, indent=1))
     for path in [*draft.rglob("*"), draft]:
@@ -71,6 +79,10 @@ def write(
     for _, old in complete(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+def _whole(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.contiguous() for name, value in weights.items()}
 
 
 def _flush(path: Path) -> None:
@@ -101,13 +113,14 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, 
 
 
 def restore(
-    checkpoint: Path, *, encoder: nn.Module, model: nn.Module, optimizer: torch.optim.Optimizer
+    checkpoint: Path,
+    *,
+    model: nn.Module,
+    encoder: nn.Module,
+    trained: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
 ) -> dict[str, Any]:
-    """Puts a run's own checkpoint back into the model and the optimiser.
-
-    Args:
-        encoder: the part of the model that `model.safetensors` holds.
-        model: the whole of it; what is not the encoder's comes from `objective.safetensors`.
+    """Puts a run's own checkpoint back into the model and the optimiser; arguments as in `write`.
 
     Returns:
         The meta values it was written with.
@@ -115,25 +128,36 @@ def restore(
     Raises:
         UserError: a file is missing, damaged or does not fit.
     """
-    device = next(model.parameters()).device
+    stepped = model if trained is None else trained
+    device = next(stepped.parameters()).device
     weights = read_weights(checkpoint / "model.safetensors")
-    own = objective_weights(model, encoder)
-    saved = read_weights(checkpoint / "objective.safetensors") if own else {}
     tensors = read_weights(checkpoint / "state" / "optimizer.safetensors")
     meta = read_json(checkpoint / "state" / "meta.json")
     try:
         encoder.load_state_dict(weights)
-        missing, unexpected = model.load_state_dict(saved, strict=False)
+        if trained is not None:
+            trained.load_state_dict(read_weights(checkpoint / "state" / "trained.safetensors"))
     except RuntimeError as error:
         raise UserError(f"{checkpoint} does not fit this recipe's model: {error}") from None
-    if unexpected or set(own) & set(missing):
-        raise UserError(f"{checkpoint}: missing {sorted(set(own) & set(missing))}, unexpected {unexpected}")
-    by_name = dict(model.named_parameters())
+    load_objective(checkpoint, model, encoder)
+    by_name = dict(stepped.named_parameters())
     for key, value in tensors.items():
         kind, _, name = key.partition("/")
         # AdamW counts its steps on the CPU, whatever the device of the parameter.
         optimizer.state[by_name[name]][kind] = value if kind == "step" else value.to(device)
     return meta
+
+
+def load_objective(checkpoint: Path, model: nn.Module, encoder: nn.Module) -> None:
+    """Puts a checkpoint's weights that are not the encoder's into a model; raises UserError where they do not fit."""
+    own = objective_weights(model, encoder)
+    saved = read_weights(checkpoint / "objective.safetensors") if own else {}
+    try:
+        missing, unexpected = model.load_state_dict(saved, strict=False)
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint} does not fit this recipe's model: {error}") from None
+    if unexpected or set(own) & set(missing):
+        raise UserError(f"{checkpoint}: missing {sorted(set(own) & set(missing))}, unexpected {unexpected}")
 
 
 def objective_weights(model: nn.Module, encoder: nn.Module) -> dict[str, Tensor]:
@@ -170,10 +194,14 @@ class Weights:
 def find_weights(ref: str) -> Weights:
     """The encoder's weights of a run folder, a checkpoint folder or a .safetensors file.
 
+    Of an official .npz file only the path, for what its arrays mean depends on the encoder.
+
     Raises:
         UserError: nothing there, or no complete checkpoint in it, or a damaged file.
     """
     file = weights_file(ref)
+    if file.suffix == ".npz":
+        return Weights({}, file, {})
     config = file.parent / "config.json"
     return Weights(read_weights(file), file, read_json(config) if config.is_file() else {})
 
@@ -181,7 +209,7 @@ def find_weights(ref: str) -> Weights:
 def weights_file(ref: str) -> Path:
     """The file with the encoder's weights under a REF; raises as `find_weights`."""
     path = Path(ref).expanduser()
-    if path.suffix == ".safetensors" and path.is_file():
+    if path.suffix in (".safetensors", ".npz") and path.is_file():
         return path
     if (path / "model.safetensors").is_file():
         return path / "model.safetensors"
@@ -191,4 +219,7 @@ def weights_file(ref: str) -> Path:
     if path.is_dir():
         raise UserError(f"init={ref}: neither a checkpoint nor a run with a complete checkpoint in it")
     what = "is no file that can be read here" if path.is_file() else "not found"
-    raise UserError(f"init={ref}: {what}. It can be a run folder, a checkpoint folder, a .safetensors file, or scratch")
+    raise UserError(
+        f"init={ref}: {what}. It can be a run folder, a checkpoint folder, a .safetensors file, an "
+        "official .npz file, or scratch"
+    )

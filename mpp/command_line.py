@@ -4,6 +4,7 @@ import argparse
 import io
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +24,7 @@ def parse(
     parser = argparse.ArgumentParser(
         prog=command,
         description=purpose,
-        epilog=f"recipes: {', '.join(recipe_names())}\n\nexample:\n  {example}",
+        epilog=textwrap.fill(f"recipes: {', '.join(recipe_names())}", 110) + f"\n\nexample:\n  {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--recipe", default=recipe, metavar="NAME", help="a recipe's name, or a path to a YAML file")

@@ -1,7 +1,7 @@
 """Recipes: frozen dataclasses, strict YAML, overrides, and saving what was resolved.
 
 Defaults below are the values of the ViT paper's pre-training where it gives one. A shipped recipe
-states every key all the same; whoever leaves one out is told which value was taken.
+states every key that matters to it all the same; whoever leaves one out is told which value was taken.
 """
 
 import dataclasses
@@ -28,6 +28,11 @@ from mpp.files import write_text
 MAY_DIFFER = ("runtime", "finetune", "data.on_error", "data.max_broken")
 
 
+def plain(value: Any) -> Any:
+    """A default that no one needs to be told of, for it switches something off or is the plain case."""
+    return field(default=value, metadata={"plain": True})
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Which images, and how they are cut.
@@ -51,6 +56,10 @@ class DataConfig:
         on_error: at an image that can't be read. stop: with its name; replace: take another that the seed
             draws, and list it in `broken.jsonl`.
         max_broken: different broken images after which a run stops all the same.
+        rand_augment: timm's string of a RandAugment after the crop, such as rand-m9-n2-mstd0.5-inc1.
+        erasing: share of training crops of which a random rectangle is filled with noise.
+        subset: a fixed random part of the training split: a share (0.1), or a number of images (9000000). A
+            smaller part lies within every larger one.
         per_class: labelled training images of each class to use, chosen by the seed; null for all.
         holdout: share of each training class on which fine-tuning chooses its learning rate.
     """
@@ -58,41 +67,70 @@ class DataConfig:
     source: str
     train_split: str = "train"
     eval_split: str = "validation"
-    image_column: str | None = None
-    label_column: str | None = None
+    image_column: str | None = plain(None)
+    label_column: str | None = plain(None)
     image_size: int = 224
     crop: Literal["inception", "square", "short_side"] = "inception"
     crop_area: tuple[float, float] = (0.05, 1.0)
     flip: bool = True
     eval_crop: Literal["whole", "center"] = "whole"
-    resize: int | None = None
-    shuffle_shards: int = 8
-    on_error: Literal["stop", "replace"] = "stop"
-    max_broken: int = 100
-    per_class: int | None = None
+    resize: int | None = plain(None)
+    shuffle_shards: int = plain(8)
+    on_error: Literal["stop", "replace"] = plain("stop")
+    max_broken: int = plain(100)
+    rand_augment: str | None = plain(None)
+    erasing: float = plain(0.0)
+    subset: int | float | None = plain(None)
+    per_class: int | None = plain(None)
     holdout: float = 0.01
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A timm Vision Transformer; null keeps what the name says.
+    """A Vision Transformer, a hybrid or a BiT ResNet; null keeps what the name says.
 
     Attributes:
-        name: a timm name.
+        name: a timm name, or one of the paper's models that timm has no name for (docs/models.md).
         patch_size: side in pixels.
         embed_dim: width of the tokens.
         depth: number of blocks.
         num_heads: attention heads of a block.
+        mlp_dim: hidden width of a block's MLP.
+        layers: units in each stage of a hybrid's or a ResNet's convolutional part.
+        width_factor: of the channels of that part.
+        pool: what the head reads. token: the class token; gap: the mean of all tokens, without a class token;
+            patches: the mean of the patch tokens, with a class token among them.
+        head: linear, or the paper's pre-training head with one hidden tanh layer.
+        head_bias: with which the head's bias starts.
+        position: learned_1d, learned_2d, sincos_2d (fixed), relative or none.
+        position_at: where positions enter: after the stem, or in every layer, own or shared.
+        position_resize: how position embeddings of a checkpoint are brought to another grid. bilinear_corners:
+            as the paper's code, corner on corner; bilinear, bicubic: as timm.
+        gelu: erf (exact, as timm) or tanh (the approximation of the paper's code).
         dropout: rate at every place where the paper has it (after the position embeddings, the attention
             output and both layers of the MLP).
+        drop_path: stochastic depth of the last block; the others rise to it linearly.
+        drop_border: whether an image size that is no multiple of the patch may lose its right and lower border.
     """
 
     name: str
-    patch_size: int | None = None
-    embed_dim: int | None = None
-    depth: int | None = None
-    num_heads: int | None = None
+    patch_size: int | None = plain(None)
+    embed_dim: int | None = plain(None)
+    depth: int | None = plain(None)
+    num_heads: int | None = plain(None)
+    mlp_dim: int | None = plain(None)
+    layers: tuple[int, ...] | None = plain(None)
+    width_factor: float | None = plain(None)
+    pool: Literal["token", "gap", "patches"] | None = plain(None)
+    head: Literal["linear", "mlp"] = "linear"
+    head_bias: float = plain(0.0)
+    position: Literal["learned_1d", "learned_2d", "sincos_2d", "relative", "none"] = plain("learned_1d")
+    position_at: Literal["stem", "every_layer", "every_layer_shared"] = plain("stem")
+    position_resize: Literal["bilinear_corners", "bilinear", "bicubic"] = plain("bilinear_corners")
+    gelu: Literal["erf", "tanh"] = plain("erf")
     dropout: float = 0.0
+    drop_path: float = plain(0.0)
+    drop_border: bool = plain(False)
 
 
 @dataclass(frozen=True)
@@ -103,13 +141,20 @@ class ObjectiveConfig:
         name: mpp or supervised.
         corruption: share of patches that are corrupted in every image (mpp).
         target: what a corrupted patch is predicted as (mpp).
-        label_smoothing: of the softmax loss (supervised).
+        loss: softmax, or sigmoid for each class by itself (supervised).
+        label_smoothing: softmax: share of the target that all classes have in common; sigmoid: target of the
+            classes that an image does not show, and what is missing to 1 in the others (supervised).
+        mixup: alpha of the Beta distribution by which two images are blended; 0 for none (supervised).
+        cutmix: the same for pasting a rectangle of one into the other; with both, either, at even odds.
     """
 
     name: Literal["mpp", "supervised"] = "mpp"
     corruption: float = 0.5
     target: Literal["mean_color", "colors_4x4", "pixels"] = "mean_color"
+    loss: Literal["softmax", "sigmoid"] = "softmax"
     label_smoothing: float = 0.0
+    mixup: float = plain(0.0)
+    cutmix: float = plain(0.0)
 
 
 @dataclass(frozen=True)
@@ -119,29 +164,39 @@ class OptimConfig:
     Attributes:
         steps: length of the run.
         batch_size: images of one step, over all processes and accumulation.
-        name: adamw (decay times learning rate, as in the paper's code) or sgd.
+        name: adamw (decay times learning rate, as in the paper's code), adam or sgd (decay added to the gradient).
         learning_rate: peak value; a list makes fine-tuning choose among its values.
-        schedule: what follows the linear warm-up.
+        schedule: what follows the linear warm-up: cosine to 0, linear to `end_learning_rate`, constant, or
+            staircase, which divides by 10 at each of `milestones`.
         end_learning_rate: where the linear schedule ends.
+        milestones: of the staircase, in steps.
         warmup_steps: counted inside `steps`.
-        weight_decay: on kernels only.
-        beta1, beta2: of adamw.
+        weight_decay: see `name`.
+        decay_on: kernels (not biases, norms, embeddings and tokens), or all parameters.
+        layer_decay: factor on the learning rate from each block to the one below it; 1 for none.
+        beta1, beta2: of adamw and adam.
         momentum: of sgd.
         clip_norm: global norm to which gradients are cut; 0 for no clipping.
+        average: share that the running (Polyak) average of the weights keeps in a step; 0 for none. The average
+            starts at the first weights; it is what is measured and exported.
     """
 
     steps: int
     batch_size: int
     learning_rate: float | tuple[float, ...]
-    name: Literal["adamw", "sgd"] = "adamw"
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    schedule: Literal["cosine", "linear", "constant", "staircase"] = "cosine"
     end_learning_rate: float = 1e-5
+    milestones: tuple[int, ...] = plain(())
     warmup_steps: int = 10_000
     weight_decay: float = 0.1
+    decay_on: Literal["kernels", "all"] = plain("kernels")
+    layer_decay: float = plain(1.0)
     beta1: float = 0.9
     beta2: float = 0.999
     momentum: float = 0.9
     clip_norm: float = 1.0
+    average: float = plain(0.0)
 
 
 @dataclass(frozen=True)
@@ -207,6 +262,28 @@ class CompareConfig:
 
 
 @dataclass(frozen=True)
+class StudyConfig:
+    """Pre-training with several models and amounts of data, each measured alike (ViT paper, Figures 3 to 5).
+
+    Attributes:
+        models: name in the figures -> a pre-training recipe, and overrides of it.
+        finetune: the fine-tuning recipe: its labelled images, and how `finetune` measures.
+        subsets: values of `data.subset` in pre-training; null for all images.
+        measures: few_shot: a linear classifier in closed form on frozen features; finetune: test accuracy after
+            fine-tuning.
+        shots: labelled images of each class for few_shot.
+        seeds: of the few labelled images, and of the fine-tuning.
+    """
+
+    models: dict[str, tuple[str, ...]]
+    finetune: str
+    subsets: tuple[int | float | None, ...] = (None,)
+    measures: tuple[Literal["few_shot", "finetune"], ...] = ("few_shot",)
+    shots: int = 5
+    seeds: tuple[int, ...] = (0,)
+
+
+@dataclass(frozen=True)
 class _Leaf:
     """A value and where it was written, for messages."""
 
@@ -238,14 +315,33 @@ def load_run(recipe: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, lis
     """A checked run from a recipe's name or path and `key=value` overrides.
 
     Returns:
-        The run, and the keys that were left out, as `key=value` with the default that they took.
+        The run, and the keys that were left out though they change its results, as `key=value` with the
+        default that they took.
 
     Raises:
         UserError: naming file and line or the override, the key, and what would be right.
     """
     config, defaults = _load(RunConfig, recipe, overrides)
     check_run(config)
-    return config, defaults
+    return config, [f"{key}={value}" for key, value in defaults.items() if not (_may_differ(key) or _idle(key, config))]
+
+
+def _idle(key: str, config: RunConfig) -> bool:
+    """Whether a key does nothing in a run, for what it belongs to is not used."""
+    supervised, optim = config.objective.name == "supervised", config.optim
+    return {
+        "objective.corruption": supervised,
+        "objective.target": supervised,
+        "objective.loss": not supervised,
+        "objective.label_smoothing": not supervised,
+        "model.head": not supervised,
+        "data.crop_area": config.data.crop != "inception",
+        "data.holdout": not isinstance(optim.learning_rate, tuple),
+        "optim.beta1": optim.name == "sgd",
+        "optim.beta2": optim.name == "sgd",
+        "optim.momentum": optim.name != "sgd",
+        "optim.end_learning_rate": optim.schedule != "linear",
+    }.get(key, False)
 
 
 def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -255,6 +351,19 @@ def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
         raise UserError(f"{recipe}: a comparison needs at least one arm and one seed")
     if len(set(config.seeds)) < len(config.seeds):
         raise UserError(f"{recipe}: seeds={list(config.seeds)} names one twice, which would count it twice")
+    return config
+
+
+def load_study(recipe: str, overrides: Sequence[str] = ()) -> StudyConfig:
+    """A study from a recipe's name or path; raises as `load_run`."""
+    config, _ = _load(StudyConfig, recipe, overrides)
+    if not (config.models and config.subsets and config.measures and config.seeds):
+        raise UserError(f"{recipe}: a study needs at least one of models, subsets, measures and seeds")
+    if config.shots < 1:
+        raise UserError(f"{recipe}: shots={config.shots} must be positive")
+    for name, values in config.models.items():
+        if not values:
+            raise UserError(f"{recipe}: models.{name} names no recipe, such as [supervised_demo]")
     return config
 
 
@@ -282,14 +391,26 @@ def check_run(config: RunConfig) -> None:
         ),
         (data.shuffle_shards > 0, f"data.shuffle_shards={data.shuffle_shards} must be positive"),
         (data.max_broken >= 0, f"data.max_broken={data.max_broken} must not be negative"),
+        (0 <= data.erasing <= 1, f"data.erasing={data.erasing} must lie in [0, 1]"),
+        (
+            data.subset is None or (data.subset > 1 if isinstance(data.subset, int) else 0 < data.subset <= 1),
+            f"data.subset={data.subset} must be a share in (0, 1], written with a point, or a number of images above 1",
+        ),
         (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
         (0 <= data.holdout < 1, f"data.holdout={data.holdout} must lie in [0, 1)"),
         *[
             (value is None or value > 0, f"model.{name}={value} must be positive, or null")
             for name, value in dataclasses.asdict(config.model).items()
-            if name in ("patch_size", "embed_dim", "depth", "num_heads")
+            if name in ("patch_size", "embed_dim", "depth", "num_heads", "mlp_dim", "width_factor")
         ],
-        (0 <= config.model.dropout < 1, f"model.dropout={config.model.dropout} must lie in [0, 1)"),
+        (
+            config.model.layers is None or (config.model.layers and min(config.model.layers) > 0),
+            f"model.layers={list(config.model.layers or ())} must be positive numbers, one a stage",
+        ),
+        *[
+            (0 <= value < 1, f"model.{name}={value} must lie in [0, 1)")
+            for name, value in [("dropout", config.model.dropout), ("drop_path", config.model.drop_path)]
+        ],
         (
             0 < objective.corruption <= 1,
             f"objective.corruption={objective.corruption} must lie in (0, 1]: it is the share of corrupted patches",
@@ -298,6 +419,20 @@ def check_run(config: RunConfig) -> None:
             0 <= objective.label_smoothing < 1,
             f"objective.label_smoothing={objective.label_smoothing} must lie in [0, 1)",
         ),
+        *[
+            (value >= 0, f"objective.{name}={value} must not be negative")
+            for name, value in [("mixup", objective.mixup), ("cutmix", objective.cutmix)]
+        ],
+        (
+            objective.name == "supervised" or not (objective.mixup or objective.cutmix),
+            f"objective.mixup={objective.mixup} and objective.cutmix={objective.cutmix} blend images and their labels; "
+            "masked patch prediction has no labels: use 0",
+        ),
+        (
+            not (objective.mixup or objective.cutmix) or runtime.micro_batch % 2 == 0,
+            f"runtime.micro_batch={runtime.micro_batch} must be even for objective.mixup and cutmix, which take images "
+            "in pairs",
+        ),
         (optim.steps > 0, f"optim.steps={optim.steps} must be positive"),
         (optim.batch_size > 0, f"optim.batch_size={optim.batch_size} must be positive"),
         (all(rate > 0 for rate in rates) and rates, f"optim.learning_rate={optim.learning_rate} must be positive"),
@@ -305,12 +440,24 @@ def check_run(config: RunConfig) -> None:
             0 <= optim.warmup_steps < optim.steps,
             f"optim.warmup_steps={optim.warmup_steps} must be smaller than optim.steps={optim.steps}",
         ),
+        (
+            (optim.schedule == "staircase") == bool(optim.milestones),
+            f"optim.milestones={list(optim.milestones)} go with optim.schedule=staircase, and only with it "
+            f"(here: {optim.schedule})",
+        ),
+        (
+            list(optim.milestones) == sorted(set(optim.milestones))
+            and all(0 < step < optim.steps for step in optim.milestones),
+            f"optim.milestones={list(optim.milestones)} must rise within 1 .. optim.steps - 1",
+        ),
         (optim.end_learning_rate >= 0, f"optim.end_learning_rate={optim.end_learning_rate} must not be negative"),
         *[
             (0 <= value < 1, f"optim.{name}={value} must lie in [0, 1)")
             for name, value in [("beta1", optim.beta1), ("beta2", optim.beta2), ("momentum", optim.momentum)]
         ],
         (optim.weight_decay >= 0, f"optim.weight_decay={optim.weight_decay} must not be negative"),
+        (0 < optim.layer_decay <= 1, f"optim.layer_decay={optim.layer_decay} must lie in (0, 1]; 1 for none"),
+        (0 <= optim.average < 1, f"optim.average={optim.average} must lie in [0, 1); 0 for none"),
         (optim.clip_norm >= 0, f"optim.clip_norm={optim.clip_norm} must not be negative; 0 turns clipping off"),
         (runtime.micro_batch > 0, f"runtime.micro_batch={runtime.micro_batch} must be positive"),
         (
@@ -331,12 +478,12 @@ def check_run(config: RunConfig) -> None:
             raise UserError(message)
 
 
-def save(config: RunConfig | CompareConfig, path: Path) -> None:
+def save(config: RunConfig | CompareConfig | StudyConfig, path: Path) -> None:
     """Writes the resolved recipe, which `load_run` reads back to an equal one."""
     write_text(path, to_yaml(config))
 
 
-def to_yaml(config: RunConfig | CompareConfig) -> str:
+def to_yaml(config: RunConfig | CompareConfig | StudyConfig) -> str:
     return yaml.safe_dump(_plain(config), sort_keys=False)
 
 
@@ -368,16 +515,22 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + key, value
 
 
-def _load(kind: type[T], recipe: str, overrides: Sequence[str]) -> tuple[T, list[str]]:
+def _load(kind: type[T], recipe: str, overrides: Sequence[str]) -> tuple[T, dict[str, Any]]:
     text, name = _find(recipe)
     tree = _parse(text, name)
     if not isinstance(tree, dict):
         raise UserError(f"{name} holds no recipe: expected lines such as `seed: 0`")
     for override in overrides:
         _override(tree, override)
-    if kind is RunConfig and "arms" in tree:
-        raise UserError(f"{name} is a comparison, not a run: eval/compare.py takes it")
-    defaults: list[str] = []
+    for mark, owner, what, door in [
+        ("arms", CompareConfig, "a comparison", "eval/compare.py"),
+        ("models", StudyConfig, "a study", "eval/scaling.py"),
+    ]:
+        if mark in tree and kind is not owner:
+            raise UserError(f"{name} is {what}: {door} takes it")
+    if kind is not RunConfig and "optim" in tree:
+        raise UserError(f"{name} is a run: mpp/pretrain.py or eval/finetune.py takes it")
+    defaults: dict[str, Any] = {}
     config = _build(kind, tree, "", name, sorted(_paths(kind)), defaults)
     return config, defaults
 
@@ -448,7 +601,7 @@ def _paths(kind: Any, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def _build(kind: Any, tree: dict[str, Any], prefix: str, name: str, known: list[str], defaults: list[str]) -> Any:
+def _build(kind: Any, tree: dict[str, Any], prefix: str, name: str, known: list[str], defaults: dict[str, Any]) -> Any:
     hints = typing.get_type_hints(kind)
     for key, value in tree.items():
         if key not in hints:
@@ -462,7 +615,8 @@ def _build(kind: Any, tree: dict[str, Any], prefix: str, name: str, known: list[
             if spec.default is dataclasses.MISSING and spec.default_factory is dataclasses.MISSING:
                 raise UserError(f"{name}: {path} is missing, and has no default")
             default = spec.default if spec.default is not dataclasses.MISSING else ()
-            defaults.append(f"{path}={list(default) if isinstance(default, tuple) else default}")
+            if not spec.metadata.get("plain"):
+                defaults[path] = list(default) if isinstance(default, tuple) else default
             continue
         value = tree.get(spec.name, {})
         if section:

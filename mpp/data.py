@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mpp import draws
+from mpp import augmentation, draws
 from mpp.decoding import Box, Picture, mirror, resize
 from mpp.errors import ImageError, UserError
 from mpp.order import Order
@@ -36,6 +36,8 @@ CROP_RATIO = (3 / 4, 4 / 3)  # Inception-style crop, as in the ViT paper's code
 _CROP_ATTEMPTS = 10
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # as mallopt(3) calls them
 _REPLACEMENTS = 20  # samples that are tried in the place of a broken one
+_PART_ROUNDS = 8  # of the Feistel network that ranks rows for `subset_rows`, as in an epoch's order
+_PART_CHUNK = 2**16  # rows that are ranked together; larger ones leave the processor's cache
 
 Batches = Generator[dict[str, Tensor], None, None]
 PerSample = Callable[[int, int], Mapping[str, np.ndarray]]
@@ -56,6 +58,11 @@ class View:
         eval_crop: how evaluation does. whole: the whole picture stretched to the square (the ViT paper's
             code); center: the short side resized to `resize`, and the middle of it (big_vision).
         resize: side in pixels before the cut, for all but inception and whole.
+        rand_augment: timm's string of a RandAugment of what training has cut; None for none.
+        erasing: probability with which training then fills a random rectangle with noise.
+
+    Raises:
+        UserError: timm would not do what `rand_augment` says.
     """
 
     image_size: int
@@ -64,16 +71,31 @@ class View:
     flip: bool = True
     eval_crop: Literal["whole", "center"] = "whole"
     resize: int | None = None
+    rand_augment: str | None = None
+    erasing: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rand_augment is not None:
+            augmentation.rand_augment_transform(self.rand_augment)
+
+    def words(self) -> int:
+        """Random words that a training sample needs; those of its crop come first, whatever follows."""
+        return crop_words() + (2 if self.rand_augment is not None or self.erasing else 0)
 
     def train(self, picture: Picture, raw: np.ndarray) -> np.ndarray:
-        """One random crop, uint8 [image_size, image_size, 3], from `crop_words()` random words."""
+        """One random crop, augmented; uint8 [image_size, image_size, 3], from `words()` random words."""
         chance = draws.uniforms(raw).tolist()
         if self.crop == "inception":
             box = _crop_box(picture.width, picture.height, self.area, chance[1:])
             pixels = resize(picture.region(box), self.image_size, self.image_size)
         else:
             pixels = _cut(self._before_cut(picture, self.crop == "square"), self.image_size, chance[1], chance[2])
-        return mirror(pixels) if self.flip and chance[0] < 0.5 else pixels
+        pixels = mirror(pixels) if self.flip and chance[0] < 0.5 else pixels
+        if self.rand_augment is not None:
+            pixels = augmentation.rand_augment(pixels, self.rand_augment, raw[crop_words()])
+        if self.erasing:
+            pixels = augmentation.erase(pixels, self.erasing, raw[crop_words() + 1])
+        return pixels
 
     def evaluate(self, picture: Picture) -> np.ndarray:
         """The crop that evaluation takes, uint8 [image_size, image_size, 3]."""
@@ -140,22 +162,73 @@ def normalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 # ---------------------------------------------------------------- from rows to batches
 
 
-def labelled_rows(source: Source, seed: int, per_class: int | None, holdout: float) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on and rows to choose the learning rate on, drawn within each class by the seed.
+def subset_rows(count: int, subset: int | float | None) -> range | np.ndarray:
+    """Rows of a fixed random part of a split; a smaller part lies within every larger one.
+
+    Args:
+        count: rows of the split.
+        subset: a share (float), a number of rows (int), or None for all.
+
+    Returns:
+        Rising; a range where it is all of them, else int32, or int64 where rows don't fit that.
+
+    Raises:
+        UserError: there are fewer rows than that.
+    """
+    if subset is None:
+        return range(count)
+    size = max(round(subset * count), 1) if isinstance(subset, float) else subset
+    if size > count:
+        raise UserError(f"data.subset={subset}: the split has {count} images; use at most that many, or null for all")
+    if size == count:
+        return range(count)
+    rows = np.empty(size, dtype=np.int32 if count < 2**31 else np.int64)
+    keys = draws.words(0, "part", 0, 0, _PART_ROUNDS)
+    filled = 0
+    for start in range(0, count, _PART_CHUNK):
+        chunk = np.arange(start, min(start + _PART_CHUNK, count))
+        chosen = chunk[draws.permuted(keys, count, chunk) < size]
+        rows[filled : filled + len(chosen)] = chosen
+        filled += len(chosen)
+    return rows
+
+
+def labelled_rows(
+    source: Source, seed: int, per_class: int | None, holdout: float, rows: range | np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows to train on and rows to choose the learning rate on, drawn by the seed.
+
+    They are drawn within each class, and from all images alike where an image can have several labels.
 
     Args:
         per_class: rows of each class to use in all; None for every row.
         holdout: share of these that is held out, at least one row of each class unless it is 0.
+        rows: to draw from, rising; None for all of the source.
 
     Returns:
-        Two ascending int64 arrays without a common row.
+        Two ascending arrays without a common row, int64 or of the type of `rows`.
 
     Raises:
-        UserError: no labels, a class with too few images, or nothing left to train on.
+        UserError: no labels, a class with too few images, or nothing left to train on; or rows of each class are
+            asked for where an image can have several.
     """
     if source.labels is None or source.classes is None:
         raise UserError("the source has no classes: put the images in class folders, SPLIT/CLASS/*.jpg")
-    counts = np.bincount(source.labels, minlength=len(source.classes))
+    rows = range(len(source)) if rows is None else rows
+    rows = np.arange(rows.start, rows.stop, rows.step) if isinstance(rows, range) else rows
+    if source.labels.ndim == 2:
+        if per_class is not None:
+            raise UserError(
+                f"data.per_class={per_class}: images of this source can have several labels, so that they can't be "
+                "counted out by class; use null, and data.subset for fewer images"
+            )
+        held_out = max(round(holdout * len(rows)), 1) if holdout else 0
+        if held_out and held_out >= len(rows):
+            raise UserError(f"data.holdout={holdout}: {len(rows)} images are too few to hold one out")
+        rank = draws.ranked_within_class(seed, "subset", np.zeros(len(rows), dtype=np.int8))  # as one class
+        return rows[rank >= held_out], rows[rank < held_out]
+    labels = source.labels[rows]
+    counts = np.bincount(labels, minlength=len(source.classes))
     if per_class is not None and counts.min() < per_class:
         short = source.classes[int(counts.argmin())]
         raise UserError(f"data.per_class={per_class}: class {short} has {counts.min()} images; use at most that many")
@@ -164,11 +237,8 @@ def labelled_rows(source: Source, seed: int, per_class: int | None, holdout: flo
     if holdout and (held >= used).any():
         short = source.classes[int((used - held).argmin())]
         raise UserError(f"data.holdout={holdout}: class {short} has too few images to hold one out")
-    rank = draws.ranked_within_class(seed, "subset", source.labels)
-    return (
-        np.flatnonzero((rank < used[source.labels]) & (rank >= held[source.labels])),
-        np.flatnonzero(rank < held[source.labels]),
-    )
+    rank = draws.ranked_within_class(seed, "subset", labels)
+    return rows[(rank < used[labels]) & (rank >= held[labels])], rows[rank < held[labels]]
 
 
 def read_order(step: int, batch_size: int, micro_batch: int, processes: int, process: int) -> Iterator[np.ndarray]:
@@ -218,7 +288,7 @@ class TrainingSamples(Dataset):
     def __getitem__(self, key: tuple[int, int]) -> dict[str, Any] | UserError:
         epoch, place = key
         index = int(self.rows[place])
-        raw = draws.words(self.seed, "augment", epoch, index, crop_words())
+        raw = draws.words(self.seed, "augment", epoch, index, self.view.words())
         extra = self.per_sample(epoch, index)
         broken: Broken = []
         for row in (index, *self._replacements(epoch, index)):
@@ -268,7 +338,8 @@ def _sample(
         image = pixels(source.picture(index))
     except UserError as error:
         return error
-    return {"index": index, "images": image, "labels": -1 if labels is None else int(labels[index]), **extra}
+    label = np.int64(-1) if labels is None else labels[index].astype(np.int64)
+    return {"index": index, "images": image, "labels": label, **extra}
 
 
 def _collate(samples: list[dict[str, Any] | UserError]) -> dict[str, Any] | UserError:
@@ -329,6 +400,8 @@ def load(
     found_broken: Callable[[list[Broken]], None] = lambda broken: None,
 ) -> Batches:
     """Batches on the device: images uint8 [batch, height, width, channel], labels, index, and the objective's.
+
+    Labels are int64: [batch], or [batch, most] padded with -1 where an image can have several; -1 where there are none.
 
     Args:
         batches: the keys of the samples of each batch.

@@ -21,6 +21,8 @@ PURPOSES = {
     "synthetic": 8,
     "shards": 9,
     "replacement": 10,
+    "part": 11,
+    "mixing": 12,
 }
 _LIMIT = 2**32
 

@@ -1,5 +1,6 @@
 """One call of the loop: a resolved job, its state on disk, its log, and signals to stop."""
 
+import dataclasses
 import json
 import math
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from mpp import checkpoint, config, data, run_folder, wiring
@@ -24,7 +26,7 @@ from mpp.files import write_json_lines
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
 from mpp.objectives import Objective
-from mpp.optim import build_optimizer, lr_at
+from mpp.optim import RunningAverage, build_optimizer, lr_at
 from mpp.sources import Source
 from mpp.train import measure, train
 from mpp.wiring import HeldOut
@@ -79,13 +81,20 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         weight_decay=optim.weight_decay,
         betas=(optim.beta1, optim.beta2),
         momentum=optim.momentum,
+        decay_on=optim.decay_on,
+        layer_decay=optim.layer_decay,
+        depth=len(encoder.blocks) if isinstance(encoder, VisionTransformer) else 0,
     )
     wrapped = accelerator.prepare_model(model)
+    average = RunningAverage(model, optim.average) if optim.average else None
+    # What is measured and exported, and beside it what is trained, where that is another.
+    shown, trained = (average.model, model) if average else (model, None)
+    encoder, measured = encoder_of(shown), dataclasses.replace(job, model=shown)
     tally, first_step, seconds_before, replaced = Tally(), 0, 0.0, 0
     saved = checkpoint.complete(folder / "checkpoints")
     if saved:
         first_step, newest = saved[-1]
-        meta = checkpoint.restore(newest, encoder=encoder, model=model, optimizer=optimizer)
+        meta = checkpoint.restore(newest, model=shown, encoder=encoder, trained=trained, optimizer=optimizer)
         run_folder.require_same_inputs(folder, meta["inputs"], job.inputs)
         seconds_before, replaced = meta["seconds"], meta["replaced"]
         if accelerator.is_main_process:  # the counts are of all processes; one of them carries them on
@@ -104,6 +113,8 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         write_json_lines(folder / "metrics.jsonl", kept)
     last = kept[-1] if kept else {}
     if first_step == optim.steps:
+        if trained is not None:
+            model.load_state_dict(shown.state_dict())
         if job.held_out and last and "held_out_loss" not in last:  # the run before could not read them
             last |= _held_out_figures(job)
             kept[-1] = last
@@ -167,8 +178,9 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             checkpoint.write(
                 folder / "checkpoints",
                 step,
+                model=shown,
                 encoder=encoder,
-                objective=checkpoint.objective_weights(model, encoder),
+                trained=trained,
                 objective_note=job.objective.note,
                 optimizer=optimizer,
                 names=names,
@@ -199,6 +211,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             model=wrapped,
             objective=job.objective,
             optimizer=optimizer,
+            average=average,
             batches=batches,
             learning_rate=lambda step: lr_at(
                 step,
@@ -207,6 +220,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
                 warmup_steps=optim.warmup_steps,
                 schedule=optim.schedule,
                 end=optim.end_learning_rate,
+                milestones=optim.milestones,
             ),
             seed=recipe.seed,
             first_step=first_step,
@@ -219,7 +233,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             save_every=runtime.save_every,
             tally=tally,
             log=log,
-            evaluate=lambda: _held_out_figures(job),
+            evaluate=lambda: _held_out_figures(measured),
             save=save,
             stop_wanted=stop_wanted,
             track=lambda steps: job.console.track(steps, title, optim.batch_size),
@@ -227,6 +241,8 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     if not complete:
         step = checkpoint.complete(folder / "checkpoints")[-1][0]
         raise Stopped(f"stopped at step {step} of {optim.steps} and saved in {folder}; the same command continues")
+    if trained is not None:
+        model.load_state_dict(shown.state_dict())  # from here on the average is the model
     return last
 
 

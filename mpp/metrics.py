@@ -32,13 +32,14 @@ def entropy(histogram: Tensor) -> float:
 
 
 def top_k_hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Whether the label is among the k largest logits, bool [batch].
+    """Whether a label is among the k largest logits, bool [batch].
 
     Args:
         logits: [batch, class].
-        labels: int64 [batch].
+        labels: int64 [batch], or [batch, most] of which any will do, padded with -1.
     """
-    return (logits.topk(k, dim=-1).indices == labels[:, None]).any(dim=-1)
+    best = logits.topk(k, dim=-1).indices
+    return (best[:, :, None] == labels.reshape(len(labels), 1, -1)).flatten(1).any(dim=-1)
 
 
 class Tally:

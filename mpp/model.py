@@ -1,109 +1,17 @@
-"""Encoders from timm, the model of masked patch prediction, and putting weights into them."""
+"""What is trained around an encoder, and putting weights into it."""
 
-import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-import timm
 import torch
-import torch.nn.functional as F
-from einops import rearrange
-from timm.layers import PatchEmbed
+from timm.layers import lecun_normal_
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import corrupt, take
+from mpp.encoders import Encoder, mean_feature
 from mpp.errors import UserError
-from mpp.patches import grid_size
-
-
-def build_encoder(
-    name: str,
-    *,
-    image_size: int,
-    classes: int = 0,
-    patch_size: int | None = None,
-    embed_dim: int | None = None,
-    depth: int | None = None,
-    num_heads: int | None = None,
-    dropout: float = 0.0,
-) -> VisionTransformer:
-    """A timm Vision Transformer with the initialisation of the paper's code and a zero head.
-
-    Args:
-        name: a timm name; None in the other arguments keeps what it says.
-        image_size, patch_size: sides in pixels.
-        classes: outputs of the head; 0 for no head.
-        dropout: after the position embeddings, the attention output and both layers of the MLP.
-
-    Raises:
-        UserError: unknown name, a model of another family, or sizes that do not fit.
-    """
-    shape = {"patch_size": patch_size, "embed_dim": embed_dim, "depth": depth, "num_heads": num_heads}
-    arguments: dict[str, Any] = {key: value for key, value in shape.items() if value is not None}
-    if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models("vit_*"), 3, cutoff=0.3)
-        raise UserError(f"model.name={name}: timm knows no such model; nearest are {', '.join(near)}")
-    try:
-        encoder = timm.create_model(
-            name,
-            img_size=image_size,
-            num_classes=classes,
-            drop_rate=0.0,
-            proj_drop_rate=dropout,
-            pos_drop_rate=dropout,
-            weight_init="jax",
-            pretrained_cfg={
-                "architecture": name,
-                "tag": "",
-                "input_size": (3, image_size, image_size),
-                "mean": PIXEL_MEAN,
-                "std": PIXEL_STD,
-                "interpolation": "bilinear",
-                "crop_pct": 1.0,
-                "crop_mode": "squash",
-                "num_classes": classes,
-                "first_conv": "patch_embed.proj",
-                "classifier": "head",
-            },
-            **arguments,
-        )
-    except (TypeError, AssertionError) as error:
-        raise UserError(f"model.name={name} does not go with the other keys of `model`: {error}") from None
-    if (
-        not isinstance(encoder, VisionTransformer)
-        or not isinstance(encoder.patch_embed, PatchEmbed)
-        or encoder.global_pool != "token"
-    ):
-        raise UserError(
-            f"model.name={name} is not a plain Vision Transformer with a class token, which is what is built here"
-        )
-    grid_size(image_size, patch_of(encoder))
-    reset_head(encoder)
-    return encoder
-
-
-# The paper's code scales pixels to [-1, 1].
-PIXEL_MEAN, PIXEL_STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
-
-
-def patch_of(encoder: VisionTransformer) -> int:
-    """Side of a patch in pixels."""
-    return encoder.patch_embed.patch_size[0]
-
-
-def set_pixel_statistics(encoder: VisionTransformer, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Notes mean and standard deviation of the pixels, which a checkpoint's `config.json` then carries."""
-    config: Any = encoder.pretrained_cfg
-    config.update(mean=tuple(mean), std=tuple(std))
-
-
-def reset_head(encoder: VisionTransformer) -> None:
-    """Zero weight and bias of the last layer, as the paper starts every head (B.1.1)."""
-    if isinstance(encoder.head, nn.Linear):
-        nn.init.zeros_(encoder.head.weight)
-        nn.init.zeros_(encoder.head.bias)
+from mpp.positions import resize_line, resize_table
 
 
 class MaskedPatchModel(nn.Module):
@@ -147,35 +55,53 @@ class MaskedPatchModel(nn.Module):
         return encoder.norm(tokens)
 
 
-def encoder_of(model: nn.Module) -> VisionTransformer:
+class Classifier(nn.Module):
+    """An encoder and the paper's pre-training head, an MLP with one hidden tanh layer of the encoder's width.
+
+    Source: ViT paper, section 3.1 and D.3.
+    """
+
+    def __init__(self, encoder: Encoder, classes: int, bias: float = 0.0) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.pre_logits = nn.Linear(encoder.num_features, encoder.num_features)
+        self.head = nn.Linear(encoder.num_features, classes)
+        lecun_normal_(self.pre_logits.weight)
+        nn.init.zeros_(self.pre_logits.bias)
+        nn.init.zeros_(self.head.weight)
+        nn.init.constant_(self.head.bias, bias)
+
+    def represent(self, images: Tensor) -> Tensor:
+        """What the last layer reads, [batch, width], of normalised images, [batch, channel, height, width]."""
+        return torch.tanh(self.pre_logits(self.encoder(images)))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits, [batch, class]."""
+        return self.head(self.represent(images))
+
+
+def encoder_of(model: nn.Module) -> Encoder:
     """The timm model inside what is trained."""
-    encoder = model.encoder if isinstance(model, MaskedPatchModel) else model
-    assert isinstance(encoder, VisionTransformer)
+    encoder = model.encoder if isinstance(model, MaskedPatchModel | Classifier) else model
+    assert isinstance(encoder, Encoder)
     return encoder
 
 
-def resize_position_embedding(embedding: Tensor, prefix: int, grid: tuple[int, int]) -> Tensor:
-    """Position embeddings for another grid, as the paper's code resizes them.
+def represent(model: nn.Module, images: Tensor) -> Tensor:
+    """What a model knows of an image, [batch, width], as frozen features for other tasks.
 
-    Linear in both directions with corner on corner; the entries of class tokens are kept.
+    What the last layer of a classifier reads; of masked patch prediction, which has no such vector, the mean of
+    the patch tokens.
 
     Args:
-        embedding: [1, prefix + old patches, width], the old grid a square.
-        prefix: entries that belong to no patch.
-        grid: new rows and columns.
-
-    Returns:
-        [1, prefix + rows * columns, width].
-
-    Source: ViT paper, section 3.2; `scipy.ndimage.zoom(order=1)` in its code.
+        images: float [batch, channel, height, width], normalised.
     """
-    tokens, patches = embedding[:, :prefix], embedding[:, prefix:]
-    side = round(patches.shape[1] ** 0.5)
-    if (side, side) == tuple(grid):
-        return embedding
-    square = rearrange(patches, "1 (h w) d -> 1 d h w", h=side)
-    resized = F.interpolate(square.float(), size=grid, mode="bilinear", align_corners=True).to(embedding.dtype)
-    return torch.cat([tokens, rearrange(resized, "1 d h w -> 1 (h w) d")], dim=1)
+    if isinstance(model, MaskedPatchModel):
+        return mean_feature(model.encoder, images)
+    if isinstance(model, Classifier):
+        return model.represent(images)
+    encoder = encoder_of(model)
+    return encoder.forward_head(encoder.forward_features(images), pre_logits=True)
 
 
 @dataclass(frozen=True)
@@ -191,29 +117,27 @@ class Loaded:
     resized: tuple[int, int] | None
 
 
-def load_encoder(encoder: VisionTransformer, weights: Mapping[str, Tensor], where: str) -> Loaded:
+def load_encoder(
+    encoder: Encoder, weights: Mapping[str, Tensor], where: str, position_resize: str = "bilinear_corners"
+) -> Loaded:
     """Puts weights into an encoder, except the head, which stays new.
 
     Args:
         weights: in timm's names.
         where: the REF, for messages.
+        position_resize: a way of `resize_table`.
 
     Raises:
         UserError: listing every missing, unexpected and mis-shaped name; nothing is loaded then.
     """
     weights = dict(weights)
     own = encoder.state_dict()
-    dropped = [name for name in weights if name.startswith(("head.", "fc_norm.", "pre_logits."))]
+    expected = {name: value for name, value in own.items() if not name.startswith("head.")}
+    old_head = ("head.", "pre_logits.") if "fc_norm.weight" in own else ("head.", "pre_logits.", "fc_norm.")
+    dropped = [name for name in weights if name.startswith(old_head)]
     for name in dropped:
         del weights[name]
-    expected = {name: value for name, value in own.items() if not name.startswith("head.")}
-    resized = None
-    if "pos_embed" in weights and "pos_embed" in expected:
-        old, prefix = weights["pos_embed"], encoder.num_prefix_tokens
-        side = (old.shape[1] - prefix) ** 0.5
-        if side == int(side) and old.shape[2] == encoder.embed_dim and old.shape != expected["pos_embed"].shape:
-            weights["pos_embed"] = resize_position_embedding(old, prefix, encoder.patch_embed.grid_size)
-            resized = int(side), encoder.patch_embed.grid_size[0]
+    resized = _fit_positions(encoder, weights, expected, position_resize)
     problems = [f"missing: {name}" for name in expected if name not in weights]
     problems += [f"unexpected: {name}" for name in weights if name not in expected]
     problems += [
@@ -222,10 +146,51 @@ def load_encoder(encoder: VisionTransformer, weights: Mapping[str, Tensor], wher
         if name in weights and weights[name].shape != value.shape
     ]
     if problems:
-        listed = "\n  ".join(problems)
+        listed = "\n  ".join([*problems, *_hints(weights, expected)])
         raise UserError(
             f"init={where} does not fit the model of this recipe; nothing was loaded. Use the `model` section "
             f"that it was trained with, or another init:\n  {listed}"
         )
     encoder.load_state_dict({**weights, **{k: v for k, v in own.items() if k.startswith("head.")}})
     return Loaded(dropped, resized)
+
+
+def _fit_positions(
+    encoder: Encoder, weights: dict[str, Tensor], expected: Mapping[str, Tensor], way: str
+) -> tuple[int, int] | None:
+    """Brings position embeddings of another grid to the encoder's; says from which side to which."""
+    if not isinstance(encoder, VisionTransformer):
+        return None
+    grid, resized = encoder.patch_embed.grid_size, None
+    for name, new in expected.items():
+        old, kind = weights.get(name), name.rpartition("positions.")[2]
+        if old is None or kind not in ("pos_embed", "patches", "rows", "columns") or old.shape == new.shape:
+            continue
+        if old.dim() != 3 or old.shape[::2] != new.shape[::2]:
+            continue
+        if kind in ("rows", "columns"):
+            weights[name], side = resize_line(old, new.shape[1]), old.shape[1]
+        else:
+            prefix = new.shape[1] - grid[0] * grid[1]
+            side = round((old.shape[1] - prefix) ** 0.5)
+            if side**2 + prefix != old.shape[1]:
+                continue
+            fixed = kind == "pos_embed" and encoder.pos_embed is not None and not encoder.pos_embed.requires_grad
+            weights[name] = new if fixed else resize_table(old, prefix, grid, way)
+        resized = side, grid[0]
+    return resized
+
+
+def _hints(weights: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """What some misfits mean."""
+    found = []
+    if "cls_token" in weights and "cls_token" not in expected:
+        found.append("(the weights have a class token: use model.pool=token, or patches for the mean of the patches)")
+    if "cls_token" in expected and "cls_token" not in weights:
+        found.append("(the weights have no class token: use model.pool=gap)")
+    if any(
+        name.endswith("attn.relative") and name in expected and value.shape != expected[name].shape
+        for name, value in weights.items()
+    ):
+        found.append("(relative positions are for one length of sequence: keep image size, patch size and pool)")
+    return found

@@ -12,7 +12,7 @@ An objective has
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
-from mpp import metrics
+from mpp import metrics, mixing
 from mpp.corruption import ACTIONS, Plan, plan, take
 from mpp.data import normalize
-from mpp.model import MaskedPatchModel
+from mpp.encoders import Encoder
+from mpp.model import Classifier, MaskedPatchModel
 from mpp.targets import COLORS, TARGETS, color_bins, nearest_color_bins
 
 Batch = Mapping[str, Tensor]
@@ -34,7 +35,7 @@ Counts = dict[str, Tensor]
 class Objective(Protocol):
     def per_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]: ...
     def per_held_out_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]: ...
-    def build(self, encoder: VisionTransformer) -> nn.Module: ...
+    def build(self, encoder: Encoder) -> nn.Module: ...
     def predict(self, model: nn.Module, batch: Batch) -> Tensor: ...
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]: ...
     def measure(self, model: nn.Module, batch: Batch) -> Counts: ...
@@ -62,7 +63,8 @@ class MaskedPatchPrediction:
         # Seed 0 whatever the run's: held-out losses of different runs then compare.
         return plan(0, 0, index, self.patch_count, self.corruption, "held-out corruption")
 
-    def build(self, encoder: VisionTransformer) -> MaskedPatchModel:
+    def build(self, encoder: Encoder) -> MaskedPatchModel:
+        assert isinstance(encoder, VisionTransformer)
         return MaskedPatchModel(encoder, TARGETS[self.target].outputs(self.patch_size))
 
     @property
@@ -123,40 +125,100 @@ def _by_action(name: str, values: Tensor, actions: Tensor) -> Counts:
 
 @dataclass(frozen=True)
 class Supervised:
-    """Predict the label of an image with a softmax over the classes."""
+    """Predict the label of an image, or its labels.
+
+    Attributes:
+        classes: number of them.
+        kind: softmax (one label an image), or sigmoid (any number): binary cross-entropies, summed over classes.
+        label_smoothing: softmax: share of the target that is spread over all classes; sigmoid: what the target
+            of a class is away from 0 and 1.
+        head, head_bias: linear or mlp, and the value of its bias at the start.
+        mixup, cutmix: their alphas; 0 for none.
+        image_size: side in pixels, which cutmix needs.
+
+    Source: ViT paper, B.1; the sigmoid loss: authors' answer in google-research/vision_transformer, issue 34.
+    """
 
     classes: int
-    label_smoothing: float
     mean: Sequence[float]
     std: Sequence[float]
+    kind: str = "softmax"
+    label_smoothing: float = 0.0
+    head: str = "linear"
+    head_bias: float = 0.0
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    seed: int = 0
+    image_size: int = 0
 
     def per_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]:
+        if not (self.mixup or self.cutmix):
+            return {}
+        return mixing.draw(self.seed, epoch, index, mixup=self.mixup, cutmix=self.cutmix, image_size=self.image_size)
+
+    def per_held_out_sample(self, epoch: int, index: int) -> Mapping[str, np.ndarray]:
         return {}
 
-    per_held_out_sample = per_sample
-    note: dict[str, str] = field(default_factory=dict)
+    @property
+    def note(self) -> dict[str, str]:
+        return {"outputs": "classes of classes.json", "loss": self.kind}
 
-    def build(self, encoder: VisionTransformer) -> nn.Module:
-        return encoder
+    def build(self, encoder: Encoder) -> nn.Module:
+        return Classifier(encoder, self.classes, self.head_bias) if self.head == "mlp" else encoder
 
     def predict(self, model: nn.Module, batch: Batch) -> Tensor:
-        return model(normalize(batch["images"], self.mean, self.std)).float()
+        images = normalize(batch["images"], self.mean, self.std)
+        if "mix_share" in batch:
+            images = mixing.blend_images(images, batch["mix_share"], batch["mix_box"])
+        return model(images).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]:
-        logits, labels = self.predict(model, batch), batch["labels"]
-        cost = F.cross_entropy(logits, labels, reduction="none", label_smoothing=self.label_smoothing)
+        logits = self.predict(model, batch)
+        cost = self._cost(logits, batch)
         counts = {"loss": metrics.sum_and_count(cost)}
+        if "mix_share" not in batch:  # a blend has no one label that a prediction could hit
+            counts |= self._hits(logits.detach(), batch["labels"])
+        return cost.mean(), counts
+
+    def _cost(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Loss of each image, [batch]."""
+        labels, smoothing = batch["labels"], self.label_smoothing
+        if self.kind == "softmax" and "mix_share" not in batch:
+            return F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+        targets = _many_hot(labels, self.classes)
+        if "mix_share" in batch:
+            targets = mixing.blend_targets(targets, batch["mix_share"])
+        if self.kind == "softmax":
+            return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
+        targets = targets * (1 - 2 * smoothing) + smoothing
+        return F.binary_cross_entropy_with_logits(logits, targets, reduction="none").sum(1)
+
+    def _hits(self, logits: Tensor, labels: Tensor) -> Counts:
+        """Whether the largest logits belong to a label of the image; images without any are left out."""
+        counts = {}
+        labelled = (labels.reshape(len(labels), -1) >= 0).any(1).to(metrics.exact_type(labels.device))
         for k in (1, 5):
             if k < self.classes:
-                hits = metrics.top_k_hits(logits.detach(), labels, k)
-                counts["accuracy" if k == 1 else f"top_{k}_accuracy"] = metrics.sum_and_count(hits.float())
-        return cost.mean(), counts
+                hits = metrics.top_k_hits(logits, labels, k) * labelled
+                counts["accuracy" if k == 1 else f"top_{k}_accuracy"] = torch.stack([hits.sum(), labelled.sum()])
+        return counts
 
     def measure(self, model: nn.Module, batch: Batch) -> Counts:
         return self.loss(model, batch)[1]
 
     def summary(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         return metrics.means(totals)
+
+
+def _many_hot(labels: Tensor, classes: int) -> Tensor:
+    """1 for each label of an image, else 0, float32 [batch, class].
+
+    Args:
+        labels: int64 [batch], or [batch, most] padded with -1.
+    """
+    several = labels.reshape(len(labels), -1)
+    hot = torch.zeros(len(labels), classes + 1, device=labels.device)  # the last column is the padding's
+    return hot.scatter_(1, several.where(several >= 0, classes), 1.0)[:, :classes]
 
 
 OBJECTIVES: dict[str, type[Any]] = {"mpp": MaskedPatchPrediction, "supervised": Supervised}

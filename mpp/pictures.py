@@ -157,3 +157,42 @@ def draw_arms(path: Path, accuracies: Mapping[str, Sequence[float]], baselines: 
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_scaling(path: Path, records: Sequence[Mapping[str, Any]], titles: Mapping[str, str]) -> None:
+    """Accuracy against the images trained on, and against compute; a row of panels for each metric.
+
+    Args:
+        records: with arm, metric, value, train_images and exaflops.
+        titles: of the metrics, in the order of the rows.
+    """
+    metrics = [metric for metric in titles if any(record["metric"] == metric for record in records)]
+    figure, axes = plt.subplots(len(metrics), 2, figsize=(11, 4.2 * len(metrics)), squeeze=False)
+    for metric, (by_images, by_compute) in zip(metrics, axes, strict=True):
+        for number, arm in enumerate(dict.fromkeys(record["arm"] for record in records)):
+            values: dict[tuple[float, float], list[float]] = {}
+            for record in records:
+                if (record["arm"], record["metric"]) == (arm, metric):
+                    values.setdefault((record["train_images"], record["exaflops"]), []).append(record["value"])
+            places = sorted(values)
+            means = [np.mean(values[place]) for place in places]
+            spread = [np.std(values[place], ddof=1) if len(values[place]) > 1 else 0.0 for place in places]
+            style = {"color": f"C{number % 10}", "marker": "os^Dv<>P*X"[number % 10], "label": arm}
+            by_images.errorbar([images for images, _ in places], means, spread, capsize=3, **style)
+            most = max(images for images, _ in places)
+            full = [place for place, (images, _) in enumerate(places) if images == most]
+            by_compute.errorbar(
+                [places[place][1] for place in full],
+                [means[place] for place in full],
+                [spread[place] for place in full],
+                capsize=3,
+                linestyle="none",
+                markersize=9,
+                **style,
+            )
+        by_images.set(xscale="log", xlabel="images that were trained on", ylabel=titles[metric])
+        by_compute.set(xscale="log", xlabel="exaFLOPs of pre-training, on all images", ylabel=titles[metric])
+        by_images.legend(fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

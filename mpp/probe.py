@@ -1,7 +1,8 @@
 """What frozen features are worth: features once, and a linear classifier on them."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,9 +11,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
-from timm.models import VisionTransformer
+from torch import Tensor, nn
 
 from mpp.data import View, normalize
+from mpp.encoders import Encoder, mean_feature
 from mpp.sources import Source
 
 STRENGTHS = (0.001, 0.01, 0.1, 1.0)  # inverse regularisation, chosen on held-out training rows
@@ -27,8 +29,9 @@ def pixels(source: Source, rows: Sequence[int] | np.ndarray, view: View) -> np.n
 
 
 @torch.no_grad()
-def patch_means(
-    encoder: VisionTransformer,
+def features(
+    represent: Callable[[Tensor], Tensor],
+    model: nn.Module,
     source: Source,
     rows: Sequence[int] | np.ndarray,
     view: View,
@@ -36,19 +39,65 @@ def patch_means(
     std: Sequence[float],
     micro_batch: int = 256,
 ) -> np.ndarray:
-    """Mean of an image's patch tokens after the final norm, the features by which MPP is probed.
+    """What a frozen model makes of some images.
+
+    Args:
+        represent: from normalised images, [batch, channel, height, width], to [batch, width].
+        model: that it uses; set to evaluation.
 
     Returns:
         float32 [row, width].
     """
-    encoder.eval()
-    device = next(encoder.parameters()).device
-    found = [np.empty((0, encoder.embed_dim), dtype=np.float32)]
-    for start in range(0, len(rows), micro_batch):
+    model.eval()
+    device = next(model.parameters()).device
+    found = []
+    for start in range(0, max(len(rows), 1), micro_batch):
         batch = torch.from_numpy(pixels(source, rows[start : start + micro_batch], view)).to(device)
-        tokens = encoder.forward_features(normalize(batch, mean, std))
-        found.append(tokens[:, encoder.num_prefix_tokens :].mean(1).float().cpu().numpy())
+        found.append(represent(normalize(batch, mean, std)).float().cpu().numpy())
     return np.concatenate(found)
+
+
+def patch_means(
+    encoder: Encoder,
+    source: Source,
+    rows: Sequence[int] | np.ndarray,
+    view: View,
+    mean: Sequence[float],
+    std: Sequence[float],
+    micro_batch: int = 256,
+) -> np.ndarray:
+    """Mean of an image's patch tokens (of a ResNet's map) after the final norm, by which MPP is probed.
+
+    Returns:
+        float32 [row, width].
+    """
+    return features(partial(mean_feature, encoder), encoder, source, rows, view, mean, std, micro_batch)
+
+
+def few_shot_accuracy(
+    fit: tuple[np.ndarray, np.ndarray], test: tuple[np.ndarray, np.ndarray], classes: int, strength: float = 1024.0
+) -> float:
+    """Test accuracy of regularised least squares from frozen features to -1 and 1, in closed form.
+
+    Features are standardised by those of `fit` and get a constant of 100, which is hardly regularised.
+
+    Args:
+        fit, test: features [row, feature] and labels [row].
+        strength: of the regularisation.
+
+    Source: ViT paper, section 4.1; its details from big_vision's `fewshot_lsr`.
+    """
+    mean, spread = fit[0].mean(0, dtype=np.float64), fit[0].std(0, dtype=np.float64) + 1e-5
+
+    def features(rows: np.ndarray) -> np.ndarray:
+        return np.concatenate([(rows - mean) / spread, np.full((len(rows), 1), 100.0)], axis=1)
+
+    x, y = features(fit[0]), 2.0 * np.eye(classes)[fit[1]] - 1.0
+    if len(x) >= x.shape[1]:
+        weights = np.linalg.solve(x.T @ x + strength * np.eye(x.shape[1]), x.T @ y)
+    else:
+        weights = x.T @ np.linalg.solve(x @ x.T + strength * np.eye(len(x)), y)
+    return float(((features(test[0]) @ weights).argmax(1) == test[1]).mean())
 
 
 def linear_accuracy(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from mpp import config, data, pictures, run_folder, sources, wiring
+from mpp import config, pictures, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
@@ -38,12 +38,14 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     if finished:
         return finished
     held_out = wiring.open_held_out(recipe, source, console)
-    rows: wiring.Rows = range(len(source))
-    if recipe.data.per_class is not None:
-        rows, _ = data.labelled_rows(source, recipe.seed, recipe.data.per_class, 0.0)
-    classes = wiring.classes_of(source, recipe) if recipe.objective.name == "supervised" else None
+    rows = wiring.training_rows(recipe, source)
+    classes = None
+    if recipe.objective.name == "supervised":
+        classes = wiring.classes_of(source, recipe)
+        wiring.require_loss_for(recipe, source)
     encoder, mean, std = wiring.initial_encoder(recipe, classes, console)
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
+    wiring.warn(recipe, encoder, console)
     model = objective.build(encoder)
     job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
@@ -92,6 +94,7 @@ def finetune(
     if finished:
         return json.loads((output / "results.json").read_text())
     classes = wiring.classes_of(source, recipe)
+    wiring.require_loss_for(recipe, source)
     test = wiring.open_test(recipe, source, console)
     fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
 
@@ -99,7 +102,8 @@ def finetune(
         with_rate = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
         encoder, mean, std = wiring.initial_encoder(with_rate, classes, Console(quiet=not loud))
         objective = wiring.build_objective(with_rate, encoder, classes, mean, std)
-        return Job(with_rate, accelerator, console, folder, objective, encoder, source, rows, held_out, classes, inputs)
+        model = objective.build(encoder)
+        return Job(with_rate, accelerator, console, folder, objective, model, source, rows, held_out, classes, inputs)
 
     every_row = np.union1d(fit_rows, choice_rows)
     final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
@@ -146,6 +150,7 @@ def finetune(
 
 
 def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, float], seconds: float) -> dict[str, Any]:
+    found = wiring.count_cost(recipe, job.classes)
     return run_folder.write_summary(
         job.folder,
         recipe,
@@ -153,6 +158,8 @@ def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, flo
         kind=kind,
         figures=figures,
         train_images=len(job.rows),
+        parameters=found.parameters,
+        exaflops=wiring.exaflops(found, wiring.planned_images(recipe)),
         inputs=job.inputs,
         seconds=seconds,
     )
@@ -234,6 +241,9 @@ def _draw_mosaic(job: Job, path: Path) -> None:
 def _class_names(source: sources.Source, rows: list[int]) -> list[str]:
     """Titles of pictures; none where the source has no labels, or none that can be used."""
     try:
-        return [source.classes[source.labels[row]] for row in rows] if source.classes else []  # type: ignore[index]
+        classes, labels = source.classes, source.labels
     except UserError:
         return []
+    if classes is None or labels is None:
+        return []
+    return [", ".join(classes[label] for label in np.atleast_1d(labels[row]) if label >= 0) for row in rows]

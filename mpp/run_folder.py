@@ -1,21 +1,22 @@
 """A run's folder: what lies in it already, and what a run leaves there."""
 
+import dataclasses
 import json
 import os
 import platform
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 import mpp
 from mpp import checkpoint, config
-from mpp.config import RunConfig
+from mpp.config import CompareConfig, RunConfig, StudyConfig
 from mpp.console import Console
 from mpp.errors import ImageError, UserError
 from mpp.files import read_json, write_json_lines, write_text
@@ -23,6 +24,7 @@ from mpp.sources import Source
 
 _FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
+Plan = TypeVar("Plan", CompareConfig, StudyConfig)
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 
 
@@ -184,6 +186,8 @@ def write_summary(
     kind: str,
     figures: Mapping[str, float],
     train_images: int,
+    parameters: int,
+    exaflops: float,
     inputs: Mapping[str, str],
     seconds: float,
 ) -> dict[str, Any]:
@@ -194,6 +198,8 @@ def write_summary(
         "steps": recipe.optim.steps,
         "images": recipe.optim.steps * recipe.optim.batch_size,
         "train_images": train_images,
+        "parameters": parameters,
+        "exaflops": exaflops,
         "inputs": dict(inputs),
         "recipe_hash": config.recipe_hash(recipe),
         "seconds": round(seconds, 1),
@@ -213,10 +219,17 @@ def write_summary(
     return summary
 
 
-def newest_pretraining(root: Path, overrides: Sequence[str]) -> tuple[Path | None, str]:
-    """The newest finished pre-training below a folder, and the fine-tuning recipe that it names.
+# Keys of `model` that a fine-tuning recipe decides, not the run that it starts from.
+_OF_THE_TUNING = ("head", "head_bias", "position_resize", "dropout", "drop_path", "drop_border")
+
+
+def newest_pretraining(root: Path, overrides: Sequence[str]) -> tuple[Path | None, str, list[str]]:
+    """The newest finished pre-training below a folder, the fine-tuning recipe that it names, and its model.
 
     Where an override names another `init`, that one is looked at in its place, and the path is None.
+
+    Returns:
+        The path, the recipe's name, and overrides for what the recipe's model is not and the run's is.
 
     Raises:
         UserError: there is none, or it names no recipe.
@@ -239,7 +252,46 @@ def newest_pretraining(root: Path, overrides: Sequence[str]) -> tuple[Path | Non
                 "`accelerate launch mpp/pretrain.py --recipe mpp_demo`, or name --recipe and init=REF"
             )
         run = path = Path(max(finished)[1])
-    recipe = config.load_run(str(run / "config.yaml"))[0].finetune
-    if recipe is None:
+    before, _ = config.load_run(str(run / "config.yaml"))
+    if before.finetune is None:
         raise UserError(f"{run}/config.yaml names no fine-tuning recipe (its key finetune); give --recipe")
-    return path, recipe
+    return path, before.finetune, model_overrides(before, before.finetune, overrides)
+
+
+def model_overrides(before: RunConfig, finetune: str, overrides: Sequence[str] = ()) -> list[str]:
+    """What a fine-tuning recipe's model must be changed by to be that of a run, as overrides.
+
+    Args:
+        before: the run's recipe.
+        finetune: the fine-tuning recipe's name.
+        overrides: that a person has given, and that stand.
+    """
+    planned = dataclasses.asdict(config.load_run(finetune)[0].model)
+    trained = dataclasses.asdict(before.model)
+    if trained["pool"] != "gap" and planned["pool"] != "gap":  # both have a class token, and the tuning its choice
+        trained["pool"] = planned["pool"]
+    given = {override.partition("=")[0] for override in overrides}
+    return [
+        f"model.{key}={json.dumps(value)}"
+        for key, value in trained.items()
+        if value != planned[key] and key not in _OF_THE_TUNING and f"model.{key}" not in given
+    ]
+
+
+def require_own_folder(output: Path, plan: Plan, load: Callable[[str], Plan], overwrite: bool) -> None:
+    """Raises UserError where a folder holds anything but this comparison or study.
+
+    Args:
+        load: reads a plan of its kind from a path.
+    """
+    if not output.exists() or not any(output.iterdir()):
+        return
+    before = output / "config.yaml"
+    if not before.is_file():
+        raise UserError(f"--output {output} holds files but none of this kind of plan; name another folder")
+    try:
+        same = load(str(before)) == plan
+    except UserError as error:
+        raise UserError(f"--output {output} holds something else ({error}); name another folder") from None
+    if not same and not overwrite:
+        raise UserError(f"--output {output} holds another plan; name another folder, or give --overwrite")

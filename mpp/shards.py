@@ -31,6 +31,8 @@ _OPEN_FILES = 128  # of one process
 _TRIES = 3  # at a file that lies elsewhere
 _MOST_CLASSES = 10**6
 _TAR_END = 2**20  # bytes after the last member in which nothing may stand
+_LIST = "\x1f"  # before a JSON list of labels in the index of a tar file; stripped texts don't begin with it
+_NO_LABEL = f"{_LIST}[]"
 _CELL_BYTES = 16 * 2**20  # of a tar file that lies elsewhere
 
 
@@ -199,13 +201,15 @@ class ParquetRows(_Rows):
 
     def __init__(self, shards: Sequence[Shard], columns: Columns, class_names: list[str] | None, cache: DiskCache):
         footers = [
-            json.loads(_kept(shard, "footer", _footer).tobytes()) for shard in _listed(shards, "reading the index")
+            json.loads(_kept(shard, "footer and lists", _footer).tobytes())
+            for shard in _listed(shards, "reading the index")
         ]
         for shard, footer in zip(shards, footers, strict=True):
             _require_same_columns(shards[0], footers[0], shard, footer, columns)
         index = [np.array(footer["groups"], dtype=np.int64).reshape(-1, 2) for footer in footers]
         super().__init__(shards, [int(groups[:, 0].sum()) for groups in index])
         self.columns, self.class_names, self.cache = columns, class_names, cache
+        self.in_lists = columns.label in footers[0]["lists"]  # so that an image can have several labels
         self.cell_shard = np.repeat(np.arange(len(index)), [len(groups) for groups in index])
         self.cell_group = np.concatenate([np.arange(len(groups)) for groups in index])
         rows, sizes = np.concatenate(index).T
@@ -224,10 +228,14 @@ class ParquetRows(_Rows):
             import pyarrow.parquet as parquet
 
             with shard.open() as file:
-                return _plain(parquet.read_table(file, columns=[name]).column(0).to_numpy(), name)
+                column = parquet.read_table(file, columns=[name]).column(0)
+                return _out_of_lists(column, name) if self.in_lists else _plain(column.to_numpy(), name)
 
-        listed = _listed(self.shards, "reading the labels")
-        return _as_classes([_kept(shard, f"labels {name}", read) for shard in listed], self.class_names, name)
+        what = f"label lists {name}" if self.in_lists else f"labels {name}"
+        parts = [_kept(shard, what, read) for shard in _listed(self.shards, "reading the labels")]
+        if self.in_lists:
+            return _as_class_lists(parts, np.diff(self.starts).tolist(), self.class_names, name)
+        return _as_classes(parts, self.class_names, name)
 
     @property
     def unpacked_bytes(self) -> np.ndarray:
@@ -279,16 +287,20 @@ class ParquetRows(_Rows):
 
 
 def _footer(shard: Shard) -> np.ndarray:
-    """What a file says of itself, as JSON in uint8: rows and unpacked bytes of each row group, and its columns."""
+    """What a file says of itself, as JSON in uint8.
+
+    Rows and unpacked bytes of each row group, a digest of each column's class names, and which columns hold lists.
+    """
     import pyarrow.parquet as parquet
 
     with shard.open() as file:
         opened = parquet.ParquetFile(file)
         groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
-        features = _features(opened.schema_arrow)
+        schema = opened.schema_arrow
     found = {
         "groups": [(group.num_rows, group.total_byte_size) for group in groups],
-        "columns": {name: _digest(getattr(kind, "names", None)) for name, kind in features.items()},
+        "columns": {name: _digest(_class_names(kind)) for name, kind in _features(schema).items()},
+        "lists": [column.name for column in schema if _is_list(column.type)],
     }
     return np.frombuffer(json.dumps(found).encode(), dtype=np.uint8)
 
@@ -297,6 +309,9 @@ def _require_same_columns(first: Shard, there: Any, shard: Shard, here: Any, col
     for name in (columns.image, columns.label):
         if name is not None and name not in here["columns"]:
             raise UserError(f"{shard.url} has no column {name}, which {first.url} has; leave it out of data.source")
+        if (name in here["lists"]) != (name in there["lists"]):
+            lists, single = (shard, first) if name in here["lists"] else (first, shard)
+            raise UserError(f"{lists.url} holds lists in {name}, and {single.url} one value an image; write them alike")
         if name is not None and here["columns"][name] != there["columns"][name]:
             raise UserError(
                 f"{shard.url} and {first.url} have other class names in {name}, or another order, so that their labels "
@@ -321,13 +336,27 @@ def _features(schema: Any) -> dict[str, Any]:
         return known
 
 
+def _class_names(kind: Any) -> list[str] | None:
+    """Of a column of class labels, or of lists of them; None for any other."""
+    import datasets
+
+    kind = getattr(kind, "feature", kind)
+    return kind.names if isinstance(kind, datasets.ClassLabel) else None
+
+
+def _is_list(kind: Any) -> bool:
+    """Whether cells of an Arrow type are lists."""
+    import pyarrow.types as types
+
+    return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+
+
 def open_parquet(argument: str, split: str, columns: Columns, cache: DiskCache) -> ParquetRows:
     """parquet:GLOB."""
     return _parquet(f"parquet:{argument}", _found("parquet", argument, split), columns, cache, None)
 
 
 def _parquet(source: str, shards: Sequence[Shard], columns: Columns, cache: DiskCache, features: Any) -> ParquetRows:
-    import datasets
     import pyarrow.parquet as parquet
 
     first = shards[0]
@@ -338,8 +367,7 @@ def _parquet(source: str, shards: Sequence[Shard], columns: Columns, cache: Disk
 
     features = features or _features(first.patiently(schema))
     chosen = _choose(source, features, columns)
-    label = features[chosen.label] if chosen.label else None
-    names = label.names if isinstance(label, datasets.ClassLabel) else None
+    names = _class_names(features[chosen.label]) if chosen.label else None
     return ParquetRows(shards, chosen, names, cache)
 
 
@@ -360,7 +388,7 @@ def _choose(source: str, features: Any, columns: Columns) -> Columns:
 
     images = [name for name, kind in features.items() if isinstance(kind, datasets.Image)]
     images = images or [name for name, kind in features.items() if encoded(kind)]
-    labels = [name for name, kind in features.items() if isinstance(kind, datasets.ClassLabel)]
+    labels = [name for name, kind in features.items() if _class_names(kind) is not None]
     labels = labels or [name for name in features if name.lower() in ("label", "labels", "class", "cls")]
     image = columns.image or (images[0] if len(images) == 1 else None)
     if image is None:
@@ -391,7 +419,7 @@ class TarRows(_Rows):
     """
 
     def __init__(self, shards: Sequence[Shard], columns: Columns, cache: DiskCache) -> None:
-        what = f"members {columns.image} {columns.label}"
+        what = f"samples {columns.image} {columns.label}"
 
         def read(shard: Shard) -> np.ndarray:
             return _tar_members(shard, columns)
@@ -407,7 +435,11 @@ class TarRows(_Rows):
         )
 
     def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
-        given = np.concatenate([labels != b"" for labels in self._raw_labels])
+        texts = np.concatenate([np.char.decode(labels, "utf-8") for labels in self._raw_labels])
+        column = self.columns.label or "cls"
+        distinct, which = np.unique(texts, return_inverse=True)
+        several = any(_says_several(text, column) for text in distinct.tolist())
+        given = (texts != "") if several else (texts != "") & (texts != _NO_LABEL)
         if not given.any():
             return None, None
         if not given.all():
@@ -415,11 +447,11 @@ class TarRows(_Rows):
                 f"{self.name(int(np.flatnonzero(~given)[0]))} has no label, but others have; data.label_column names "
                 "the suffix that all have"
             )
-        texts = np.concatenate([np.char.decode(labels, "utf-8") for labels in self._raw_labels])
-        column = self.columns.label or "cls"
-        if all(re.fullmatch(r"-?\d{1,18}", text) for text in np.unique(texts)):
-            return _as_classes([texts.astype(np.int64)], None, column)
-        return _as_classes([texts], None, column)
+        if not several:
+            return _as_classes([_as_numbers(distinct)[which]], None, column)
+        part = _out_of_texts(distinct.tolist(), column)
+        classes, labels = _as_class_lists([part], [len(distinct)], None, column)
+        return classes, None if labels is None else labels[which]
 
     @property
     def unpacked_bytes(self) -> np.ndarray:
@@ -510,17 +542,57 @@ def _tar_sample(
     if suffix in members:
         text = archive.extractfile(members[suffix]).read()  # type: ignore[union-attr]
         try:
-            found = json.loads(text)[key] if key else text.strip().decode()
-            label = b"" if found is None else str(found).encode()
+            found = json.loads(text)[key] if key else text.strip().decode() or []
+            label = _label_text(found).encode()
         except UnicodeDecodeError:
             raise UserError(f"{there}, and its {suffix} is no text in UTF-8") from None
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{there}, but no {key} in the JSON of {suffix}: data.label_column={columns.label}"
             ) from None
+        if isinstance(found, list) and not all(type(one) in (int, str) for one in found):
+            raise UserError(
+                f"{there}, and {key} in the JSON of {suffix} is {json.dumps(found)}; labels must be whole numbers or "
+                "texts, or lists of them"
+            )
     elif columns.label is not None:
         raise UserError(f"{there}, but nothing of data.label_column={columns.label}")
     return members[images[0]].offset_data, members[images[0]].size, label
+
+
+def _label_text(found: Any) -> str:
+    """A label, or a list of them, as it stands in the index; nothing where the member holds none."""
+    if isinstance(found, list):
+        return _LIST + json.dumps([str(one) for one in found])
+    return "" if found is None else str(found)
+
+
+def _says_several(text: str, column: str) -> bool:
+    """Whether a label of the index is a list, in JSON or, outside of JSON, by commas."""
+    return text != _NO_LABEL if text.startswith(_LIST) else "," in text and "." not in column
+
+
+def _out_of_texts(texts: Sequence[str], column: str) -> np.ndarray:
+    """Labels of some texts of the index, as `_out_of_lists`."""
+    lists = []
+    for text in texts:
+        if text.startswith(_LIST):
+            lists.append(json.loads(text.removeprefix(_LIST)))
+        else:
+            lists.append([label.strip() for label in text.split(",")] if "." not in column else [text])
+        if "" in lists[-1]:
+            raise UserError(
+                f"data.label_column={column}: {text.removeprefix(_LIST)} holds an empty label; leave it out"
+            )
+    rows = np.repeat(np.arange(len(lists)), [len(labels) for labels in lists])
+    labels = np.array([label for labels in lists for label in labels])
+    return _with_rows(rows, _as_numbers(labels), column)
+
+
+def _as_numbers(texts: np.ndarray) -> np.ndarray:
+    """Whole numbers, where all texts are."""
+    whole = all(re.fullmatch(r"-?\d{1,18}", text) for text in texts.tolist())
+    return texts.astype(np.int64) if whole else texts
 
 
 def open_tar(argument: str, split: str, columns: Columns, cache: DiskCache) -> TarRows:
@@ -543,15 +615,15 @@ class ArrowRows(_Rows):
         self.rows = rows.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
 
     def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
-        import datasets
-
         if self._label_rows is None:
             return None, None
-        kind = self._label_rows.features[self.columns.label]
-        names = kind.names if isinstance(kind, datasets.ClassLabel) else None
+        name = self.columns.label
+        names = _class_names(self._label_rows.features[name])
         # Not `.data`, which would leave out the order of rows that were shuffled or selected.
-        values = self._label_rows.with_format("arrow")[:].column(0).to_numpy()
-        return _as_classes([_plain(values, self.columns.label)], names, self.columns.label)
+        column = self._label_rows.with_format("arrow")[:].column(0)
+        if _is_list(column.type):
+            return _as_class_lists([_out_of_lists(column, name)], [len(self)], names, name)
+        return _as_classes([_plain(column.to_numpy(), name)], names, name)
 
     def name(self, row: int) -> str:
         return f"{self.source} row {row}"
@@ -764,8 +836,50 @@ def _plain(values: np.ndarray, column: str | None) -> np.ndarray:
     if values.dtype.kind == "O" and all(isinstance(value, str) for value in values):
         return values.astype(str)
     odd = [value for value in values if not isinstance(value, str)]
-    example = type(odd[0]).__name__ if odd else "nothing"
-    raise UserError(f"data.label_column={column}: labels must be whole numbers or texts, one an image, not {example}")
+    raise _no_classes(column, type(odd[0]).__name__ if odd else "nothing")
+
+
+def _no_classes(column: str | None, example: str) -> UserError:
+    return UserError(
+        f"data.label_column={column}: labels must be whole numbers or texts, or lists of them, not {example}"
+    )
+
+
+def _out_of_lists(column: Any, name: str | None) -> np.ndarray:
+    """Labels of an Arrow column of lists, one after another, each with its row.
+
+    Returns:
+        Structured [labels]: `row`, int64, and `label`, int32 or text; unlike an array of single labels.
+
+    Raises:
+        UserError: a list is missing, or holds something that is no class.
+    """
+    import pyarrow.compute as compute
+    import pyarrow.types as types
+
+    values = compute.list_flatten(column)
+    if column.null_count:
+        raise _no_classes(name, "null; write an empty list where an image has no label")
+    if values.null_count:
+        raise _no_classes(name, "null in a list")
+    if types.is_nested(values.type):
+        raise _no_classes(name, f"lists of {values.type}")
+    rows = compute.list_parent_indices(column).to_numpy()
+    return _with_rows(rows, _plain(values.to_numpy(), name) if len(values) else np.empty(0, np.int32), name)
+
+
+def _with_rows(rows: np.ndarray, labels: np.ndarray, column: str | None) -> np.ndarray:
+    """What `_out_of_lists` returns; raises UserError where a number can't be a class."""
+    if labels.dtype.kind in "iu":
+        if labels.min(initial=0) < 0:
+            raise UserError(
+                f"data.label_column={column}: {labels.min()} in a list; labels count from 0, and the list of an image "
+                "without a label is empty"
+            )
+        labels = _as_class_numbers(labels, column)
+    table = np.empty(len(rows), dtype=[("row", np.int64), ("label", labels.dtype)])
+    table["row"], table["label"] = rows, labels
+    return table
 
 
 def _as_classes(
@@ -778,15 +892,75 @@ def _as_classes(
         return classes.tolist(), labels.astype(np.int32)
     if (values < 0).any():  # a test split whose labels are withheld
         return None, None
-    if values.max(initial=0) >= _MOST_CLASSES:
-        raise UserError(
-            f"data.label_column={column}: {values.max()} can't be the number of a class; labels count from 0"
-        )
-    labels = values.astype(np.int32)
+    labels = _as_class_numbers(values, column)
     names = names or [str(number) for number in range(int(labels.max(initial=-1)) + 1)]
     if labels.max(initial=0) >= len(names):
         raise UserError(f"data.label_column={column}: label {labels.max()}, but there are {len(names)} class names")
     return names, labels
+
+
+def _as_class_numbers(values: np.ndarray, column: str | None) -> np.ndarray:
+    if values.max(initial=0) >= _MOST_CLASSES:
+        raise UserError(
+            f"data.label_column={column}: {values.max()} can't be the number of a class; labels count from 0"
+        )
+    return values.astype(np.int32)
+
+
+def _as_class_lists(
+    parts: Sequence[np.ndarray], counts: Sequence[int], names: list[str] | None, column: str | None
+) -> tuple[list[str] | None, np.ndarray | None]:
+    """Class names and labels of images that can have several; neither where no image has any.
+
+    Args:
+        parts: of each shard, as `_out_of_lists` returns them.
+        counts: rows of each shard.
+
+    Returns:
+        Labels int32 [rows, most], each of an image once, rising, and then -1.
+    """
+    if not any(len(part) for part in parts):  # as a test split whose labels are withheld
+        return None, None
+    classes, numbers = _as_classes([part["label"] for part in parts if len(part)], names, column)
+    assert classes is not None and numbers is not None
+    _require_no_flags(parts, counts, numbers, column)
+    ends = np.cumsum([len(part) for part in parts])
+    tables = [
+        _padded(part["row"], mine, count, len(classes))
+        for part, mine, count in zip(parts, np.split(numbers, ends[:-1]), counts, strict=True)
+    ]
+    labels = np.full((sum(counts), max(table.shape[1] for table in tables)), -1, dtype=np.int32)
+    start = 0
+    for table in tables:
+        labels[start : start + len(table), : table.shape[1]] = table
+        start += len(table)
+    return classes, labels
+
+
+def _padded(rows: np.ndarray, numbers: np.ndarray, count: int, classes: int) -> np.ndarray:
+    """Class numbers of each row, int32 [count, most], from pairs of row and number."""
+    pairs = np.sort(rows * classes + numbers)
+    pairs = pairs[np.diff(pairs, prepend=-1) > 0]  # each once; `np.unique` would take far longer
+    rows, numbers = np.divmod(pairs, classes)
+    sizes = np.bincount(rows, minlength=count)
+    places = np.arange(len(rows)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    padded = np.full((count, sizes.max(initial=0)), -1, dtype=np.int32)
+    padded[rows, places] = numbers
+    return padded
+
+
+def _require_no_flags(
+    parts: Sequence[np.ndarray], counts: Sequence[int], numbers: np.ndarray, column: str | None
+) -> None:
+    """Raises UserError at lists of a zero or one for each class, which would be read as classes 0 and 1."""
+    if numbers.max() > 1 or any(part["label"].dtype.kind == "U" for part in parts):
+        return
+    sizes = np.concatenate([np.bincount(part["row"], minlength=n) for part, n in zip(parts, counts, strict=True)])
+    if sizes.min() == sizes.max() > 2:
+        raise UserError(
+            f"data.label_column={column}: each list holds {sizes[0]} zeros and ones, which looks like one a class; "
+            "write the numbers of an image's classes, as in [0, 7]"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -30,7 +30,10 @@ class Source(Protocol):
 
     @property
     def labels(self) -> np.ndarray | None:
-        """Whole numbers [rows], or None; read when first asked for."""
+        """Whole numbers, or None; read when first asked for.
+
+        [rows] where an image has one label; [rows, most], each of an image once and then -1, where it can have several.
+        """
 
     @property
     def fingerprint(self) -> str:

@@ -13,6 +13,7 @@ from mpp.draws import step_seed
 from mpp.errors import UserError
 from mpp.metrics import Tally
 from mpp.objectives import Objective
+from mpp.optim import RunningAverage
 
 
 class Diverged(UserError):
@@ -25,6 +26,7 @@ def train(
     model: nn.Module,
     objective: Objective,
     optimizer: torch.optim.Optimizer,
+    average: RunningAverage | None,
     batches: Iterator[Mapping[str, Tensor]],
     learning_rate: Callable[[int], float],
     seed: int,
@@ -49,6 +51,7 @@ def train(
     update. Counts stay on the device; the host waits only to log.
 
     Args:
+        average: the running average of the weights, if there is one.
         batches: the micro-batches of this process, from `first_step` on.
         learning_rate: of the update after so many finished steps.
         clip_norm: global norm to which gradients are cut; 0 for no clipping.
@@ -73,7 +76,7 @@ def train(
         torch.manual_seed(step_seed(seed, step - 1, accelerator.process_index))  # dropout
         rate = learning_rate(step - 1)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["lr_scale"]
         for micro in range(micro_batches):
             last = micro + 1 == micro_batches
             with nullcontext() if last else accelerator.no_sync(model):
@@ -83,6 +86,8 @@ def train(
         grad_norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if average is not None:
+            average.update()
         seen += batch_size
 
         stop = stop_wanted() and step < steps

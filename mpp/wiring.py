@@ -1,22 +1,26 @@
 """From a recipe to objects: processes, data, encoder and objective, and what they would cost."""
 
 import dataclasses
+import json
 import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-import timm
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import GradientAccumulationPlugin
+from timm.models import VisionTransformer
 from torch import nn
 
-from mpp import checkpoint, config, cost, data, decoding, files, sources
+from mpp import checkpoint, config, cost, data, decoding, files, official, sources
 from mpp.config import RunConfig
 from mpp.console import Console
+from mpp.encoders import PIXEL_MEAN, PIXEL_STD, Encoder, build_encoder, is_hybrid, patch_of, set_pixel_statistics
 from mpp.errors import UserError
-from mpp.model import PIXEL_MEAN, PIXEL_STD, build_encoder, load_encoder, patch_of, set_pixel_statistics
-from mpp.objectives import OBJECTIVES, MaskedPatchPrediction, Objective, Supervised
+from mpp.model import Loaded, encoder_of, load_encoder
+from mpp.objectives import MaskedPatchPrediction, Objective, Supervised
 from mpp.patches import grid_size
 from mpp.shards import Columns
 from mpp.targets import TARGETS
@@ -111,7 +115,16 @@ def labels_of(recipe: RunConfig, source: sources.Source) -> np.ndarray | None:
 def view_of(recipe: RunConfig) -> data.View:
     """How a recipe cuts its images."""
     chosen = recipe.data
-    return data.View(chosen.image_size, chosen.crop, chosen.crop_area, chosen.flip, chosen.eval_crop, chosen.resize)
+    return data.View(
+        chosen.image_size,
+        chosen.crop,
+        chosen.crop_area,
+        chosen.flip,
+        chosen.eval_crop,
+        chosen.resize,
+        chosen.rand_augment,
+        chosen.erasing,
+    )
 
 
 def _tell_size(recipe: RunConfig, split: str, source: sources.Source, console: Console) -> None:
@@ -185,12 +198,22 @@ def require_same_classes(source: sources.Source, other: sources.Source, recipe: 
     )
 
 
+def training_rows(recipe: RunConfig, source: sources.Source) -> Rows:
+    """Rows to pre-train on: all, a fixed part, or so many of each class."""
+    rows = data.subset_rows(len(source), recipe.data.subset)
+    if recipe.data.per_class is None:
+        return rows
+    return data.labelled_rows(source, recipe.seed, recipe.data.per_class, 0.0, rows)[0]
+
+
 def labelled_rows(recipe: RunConfig, source: sources.Source) -> tuple[np.ndarray, np.ndarray]:
     """Rows to fine-tune on, and rows to choose the learning rate on: none where there is no choice."""
     choice = isinstance(recipe.optim.learning_rate, tuple) and len(recipe.optim.learning_rate) > 1
     if choice and not recipe.data.holdout:
         raise UserError("data.holdout=0 leaves nothing to choose the learning rate on; raise it, or give one rate")
-    return data.labelled_rows(source, recipe.seed, recipe.data.per_class, recipe.data.holdout if choice else 0.0)
+    rows = data.subset_rows(len(source), recipe.data.subset)
+    holdout = recipe.data.holdout if choice else 0.0
+    return data.labelled_rows(source, recipe.seed, recipe.data.per_class, holdout, rows)
 
 
 def require_supervised(recipe: RunConfig) -> None:
@@ -203,16 +226,27 @@ def require_one_rate(recipe: RunConfig) -> None:
         raise UserError("optim.learning_rate is a list, which is for fine-tuning to choose from; give one number")
 
 
-def initial_encoder(
-    recipe: RunConfig, classes: list[str] | None, console: Console
-) -> tuple[timm.models.VisionTransformer, Pixels, Pixels]:
+def build(recipe: RunConfig, classes: list[str] | None) -> Encoder:
+    """The encoder of a recipe; a linear head on the classes is a part of it."""
+    shape = dataclasses.asdict(recipe.model)
+    linear = shape.pop("head") == "linear"
+    shape.pop("position_resize")  # of weights that are put in
+    count = len(classes) if classes and linear else 0
+    return build_encoder(image_size=recipe.data.image_size, classes=count, **shape)
+
+
+def put_weights(recipe: RunConfig, encoder: Encoder, found: checkpoint.Weights) -> Loaded:
+    """Puts weights that were found into an encoder; raises UserError as `load_encoder`."""
+    tensors = found.tensors
+    if found.path.suffix == ".npz":
+        tensors = official.to_timm(official.read(found.path), encoder, recipe.init)
+    return load_encoder(encoder, tensors, recipe.init, recipe.model.position_resize)
+
+
+def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Console) -> tuple[Encoder, Pixels, Pixels]:
     """The encoder with its first weights, and the pixel mean and standard deviation it was made for."""
     torch.manual_seed(recipe.seed)
-    encoder = build_encoder(
-        image_size=recipe.data.image_size,
-        classes=len(classes) if classes else 0,
-        **dataclasses.asdict(recipe.model),
-    )
+    encoder = build(recipe, classes)
     if recipe.init == "scratch":
         return encoder, PIXEL_MEAN, PIXEL_STD
     found = checkpoint.find_weights(recipe.init)
@@ -224,49 +258,110 @@ def initial_encoder(
             f"that label {first} means {before[first]} there and {classes[first]} here; write the data anew in the "
             f"order of {found.path.parent / 'config.json'} (label_names)"
         )
-    loaded = load_encoder(encoder, found.tensors, recipe.init)
+    loaded = put_weights(recipe, encoder, found)
     pixels = found.config.get("pretrained_cfg") or {}
     mean, std = tuple(pixels.get("mean", PIXEL_MEAN)), tuple(pixels.get("std", PIXEL_STD))
     set_pixel_statistics(encoder, mean, std)
     notes = [f"encoder from {found.path}", f"pixel mean {mean[0]:g}, standard deviation {std[0]:g}"]
-    notes += [] if pixels else ["no config.json beside it, so these two are this package's own"]
-    notes += [f"dropped {', '.join(loaded.dropped)}"] if loaded.dropped else []
+    if found.path.suffix != ".npz" and not pixels:
+        notes.append("no config.json beside it, so these two are this package's own")
+    if loaded.dropped:
+        here = f"; the new head has {len(classes)} classes" if classes else ""
+        notes.append(f"dropped {', '.join(loaded.dropped)}{here}")
     if loaded.resized:
         old, new = loaded.resized
-        notes.append(f"position embeddings resized from {old} x {old} to {new} x {new}")
+        way = recipe.model.position_resize
+        if recipe.model.position == "sincos_2d":
+            notes.append(f"fixed position embeddings computed for {new} x {new} in place of {old} x {old}")
+        else:
+            notes.append(f"position embeddings resized from {old} x {old} to {new} x {new} ({way})")
     console.say("; ".join(notes))
     return encoder, mean, std
 
 
-def frozen_encoder(recipe: RunConfig) -> tuple[timm.models.VisionTransformer, Pixels, Pixels]:
+def pretrained_model(recipe: RunConfig, folder: Path) -> tuple[nn.Module, Pixels, Pixels]:
+    """The whole model of a finished pre-training, its head too, and its pixel mean and standard deviation."""
+    named = folder / "classes.json"
+    classes = json.loads(named.read_text()) if named.is_file() else None
+    encoder, mean, std = initial_encoder(dataclasses.replace(recipe, init=str(folder)), classes, Console(quiet=True))
+    model = build_objective(recipe, encoder, classes, mean, std).build(encoder)
+    checkpoint.load_objective(checkpoint.weights_file(str(folder)).parent, model, encoder)
+    return model, mean, std
+
+
+def frozen_encoder(recipe: RunConfig) -> tuple[Encoder, Pixels, Pixels]:
     """The encoder that a recipe starts from, without a head, and its pixel mean and standard deviation."""
     return initial_encoder(recipe, None, Console(quiet=True))
 
 
 def build_objective(
-    recipe: RunConfig,
-    encoder: timm.models.VisionTransformer,
-    classes: list[str] | None,
-    mean: Pixels,
-    std: Pixels,
+    recipe: RunConfig, encoder: Encoder, classes: list[str] | None, mean: Pixels, std: Pixels
 ) -> Objective:
-    if OBJECTIVES[recipe.objective.name] is Supervised:
-        return Supervised(len(classes or []), recipe.objective.label_smoothing, mean, std)
+    """The objective of a recipe; raises UserError where it can't be had with this encoder."""
+    chosen, model = recipe.objective, recipe.model
+    if optim_layers(recipe) and not isinstance(encoder, VisionTransformer):
+        raise UserError(
+            f"optim.layer_decay={recipe.optim.layer_decay}: {model.name} has no layers of a Vision Transformer; use 1"
+        )
+    if chosen.name == "supervised":
+        return Supervised(
+            classes=len(classes or []),
+            mean=mean,
+            std=std,
+            kind=chosen.loss,
+            label_smoothing=chosen.label_smoothing,
+            head=model.head,
+            head_bias=model.head_bias,
+            mixup=chosen.mixup,
+            cutmix=chosen.cutmix,
+            seed=recipe.seed,
+            image_size=recipe.data.image_size,
+        )
+    if not isinstance(encoder, VisionTransformer):
+        raise UserError(f"objective.name=mpp: {model.name} has no patches to predict; use a Vision Transformer")
+    if model.drop_border and recipe.data.image_size % patch_of(encoder):
+        raise UserError("objective.name=mpp needs whole patches: leave out model.drop_border, and choose another size")
+    if not isinstance(encoder.fc_norm, nn.Identity):
+        raise UserError(f"objective.name=mpp: {model.name} has its last norm after pooling; give model.pool")
     patch_size = patch_of(encoder)
     rows, columns = grid_size(recipe.data.image_size, patch_size)
     objective = MaskedPatchPrediction(
         seed=recipe.seed,
         patch_size=patch_size,
         patch_count=rows * columns,
-        corruption=recipe.objective.corruption,
-        target=recipe.objective.target,
+        corruption=chosen.corruption,
+        target=chosen.target,
         mean=mean,
         std=std,
     )
     objective.per_sample(0, 0)  # refuses a share that corrupts no patch
     blank = torch.zeros(1, recipe.data.image_size, recipe.data.image_size, 3, dtype=torch.uint8)
-    TARGETS[recipe.objective.target].of_patches(blank, patch_size)  # refuses a patch that can't give this target
+    TARGETS[chosen.target].of_patches(blank, patch_size)  # refuses a patch that can't give this target
     return objective
+
+
+def warn(recipe: RunConfig, encoder: Encoder, console: Console) -> None:
+    """Says what is allowed but may mislead."""
+    if recipe.objective.name == "mpp" and is_hybrid(encoder):
+        console.say_once(
+            f"warning: {recipe.model.name} is a hybrid. Its ResNet sees the pixels around a cell, so a masked cell's "
+            "colour shows through its neighbours, and the task is easier than the paper's"
+        )
+
+
+def optim_layers(recipe: RunConfig) -> bool:
+    """Whether layers learn at rates of their own."""
+    return recipe.optim.layer_decay < 1
+
+
+def require_loss_for(recipe: RunConfig, source: sources.Source) -> None:
+    """Raises UserError where the loss can't be had on the labels of a source."""
+    labels = labels_of(recipe, source)
+    if labels is not None and labels.ndim == 2 and recipe.objective.loss == "softmax":
+        raise UserError(
+            f"objective.loss=softmax: an image of data.source={recipe.data.source} can have several labels; use "
+            "objective.loss=sigmoid"
+        )
 
 
 def planned_images(recipe: RunConfig) -> int:
@@ -279,21 +374,47 @@ def planned_images(recipe: RunConfig) -> int:
 def rehearse(recipe: RunConfig, classes: list[str] | None) -> tuple[nn.Module, Objective]:
     """Model and objective without storage; raises UserError where the recipe does not allow them."""
     with torch.device("meta"):
-        encoder = build_encoder(
-            image_size=recipe.data.image_size,
-            classes=len(classes) if classes else 0,
-            **dataclasses.asdict(recipe.model),
-        )
+        encoder = build(recipe, classes)
         objective = build_objective(recipe, encoder, classes, PIXEL_MEAN, PIXEL_STD)
         return objective.build(encoder), objective
 
 
-def dry_run(recipe: RunConfig) -> str:
-    """The resolved recipe and what it would cost, without reading data or training.
+def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) -> None:
+    """Raises UserError for what would else stop an arm after hours of training; writes nothing.
 
-    Raises UserError where the recipe can't be run.
+    Args:
+        pretraining: of the encoder that the fine-tunings start from; None where their `init` exists already.
+        tunings: recipes that differ in their seed alone.
     """
-    classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    silent, first = Console(quiet=True), tunings[0]
+    weights: checkpoint.Weights | None = None
+    if pretraining is not None:
+        require_one_rate(pretraining)
+        micro_batches(pretraining, processes)
+        source = open_training(pretraining, silent)
+        training_rows(pretraining, source)
+        require_loss_for(pretraining, source)
+        classes = classes_of(source, pretraining) if pretraining.objective.name == "supervised" else None
+        open_held_out(pretraining, source, silent)
+        made = encoder_of(rehearse(pretraining, classes)[0])
+        weights = checkpoint.Weights(made.state_dict(), Path(first.init), {})
+    elif first.init != "scratch":
+        weights = checkpoint.find_weights(first.init)
+    require_supervised(first)
+    micro_batches(first, processes)
+    source = open_training(first, silent)
+    require_loss_for(first, source)
+    open_test(first, source, silent)
+    for tuning in tunings:
+        labelled_rows(tuning, source)
+    encoder = encoder_of(rehearse(first, classes_of(source, first))[0])
+    if weights is not None:
+        put_weights(first, encoder, weights)
+
+
+def count_cost(recipe: RunConfig, classes: list[str] | None) -> cost.Cost:
+    """What a recipe's model costs; raises UserError as `rehearse`."""
     model, objective = rehearse(recipe, classes)
     side, rows = recipe.data.image_size, 2
     batch = {
@@ -302,7 +423,21 @@ def dry_run(recipe: RunConfig) -> str:
     }
     plans = [objective.per_sample(0, row) for row in range(rows)]
     batch |= {key: torch.from_numpy(np.stack([plan[key] for plan in plans])) for key in plans[0]}
-    found = cost.of_model(model, objective, {key: value.to("meta") for key, value in batch.items()})
+    return cost.of_model(model, objective, {key: value.to("meta") for key, value in batch.items()})
+
+
+def exaflops(found: cost.Cost, images: int) -> float:
+    """Of training on so many images: three forward passes each, as the ViT paper counts (Table 6)."""
+    return 3 * found.forward_flops * images / 1e18
+
+
+def dry_run(recipe: RunConfig) -> str:
+    """The resolved recipe and what it would cost, without reading data or training.
+
+    Raises UserError where the recipe can't be run.
+    """
+    classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+    found = count_cost(recipe, classes)
     images = planned_images(recipe)
     optim, micro = recipe.optim, recipe.runtime.micro_batch
     states = 2 if optim.name == "adamw" else 1
@@ -317,7 +452,7 @@ def dry_run(recipe: RunConfig) -> str:
             f"steps              {optim.steps:,} of {optim.batch_size:,} images",
             f"images             {images:,}"
             + (", the choice of a learning rate included" if images > optim.steps * optim.batch_size else ""),
-            f"training           {3 * found.forward_flops * images / 1e18:.4g} exaFLOPs (3 x forward)",
+            f"training           {exaflops(found, images):.4g} exaFLOPs (3 x forward)",
             f"memory             {memory / 2**30:.1f} GiB a process at runtime.micro_batch={micro} (weights, "
             "gradients, optimiser and activations, all in float32)",
             f"device-hours       {hours:,.1f} on an A100 ({cost.A100_FLOPS / 1e12:.0f} TFLOP/s in bf16) at an assumed "

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import ROOT, command, picture
 from PIL import Image
-from test_shards import three_parquets, three_tars, write_parquet
+from test_shards import three_parquets, three_tars, write_lists
 
 from mpp import check, sources
 
@@ -93,7 +93,8 @@ def test_the_command_prints_it_and_leaves_with_2_where_an_image_is_broken(odd, t
         assert line in done.stdout.splitlines(), done.stdout
     train, validation = json.loads((tmp_path / "report.json").read_text())
     assert [line["row"] for line in train["broken"]] == [7, 8] and validation["broken"] == []
-    assert train["usable"] == 8 and train["classes"] == {"cat": 7, "dog": 3}
+    assert train["usable"] == 8 and train["classes"] == {"cat": 7, "dog": 3} and train["unlabelled"] is None
+    assert "  labels" not in done.stdout  # one an image, which is nothing to tell
 
 
 @pytest.mark.parametrize("make", [three_parquets, three_tars])
@@ -111,10 +112,29 @@ def test_a_broken_split_is_not_passed_over(tmp_path):
 
 
 def test_labels_that_can_not_be_used_are_reported(tmp_path):
-    write_parquet(tmp_path / "a.parquet", range(2), [[1], [2]], names=None)
+    write_lists(tmp_path / "a.parquet", [[[1]], [[2]]], name="label")
     done = command(DATA, "check", f"parquet:{tmp_path}/a.parquet", "--workers", "0")
     assert done.returncode == 0, done.stderr
     assert "classes    none that can be used: data.label_column=label: labels must be whole numbers" in done.stdout
+
+
+def test_several_labels_an_image_are_counted_in_each_class(tmp_path):
+    feature = {"feature": {"names": ["ape", "bee", "cat", "dog"], "_type": "ClassLabel"}, "_type": "List"}
+    lists = [[2, 0, 2], [], [1, 2], [2], [], [0, 1, 2], []]
+    source = write_lists(tmp_path / "a.parquet", lists, feature=feature)
+    report = check.check_split(sources.open_source(source, "train"), "train", 0)
+    assert report.classes == {"ape": 2, "bee": 2, "cat": 4, "dog": 0}
+    assert report.label_counts.tolist() == [2, 0, 2, 1, 0, 3, 0]
+    done = command(DATA, "check", source, "--workers", "0", "--output", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "train: 7 images, 7 of them usable",
+        "  classes    4; the largest is cat with 4, the smallest dog with 0",
+        "  labels     2 an image in the mean, 3 at most; 3 images have none",
+    ):
+        assert line in done.stdout.splitlines(), done.stdout
+    (train,) = json.loads((tmp_path / "report.json").read_text())
+    assert train["classes"] == report.classes and train["unlabelled"] == 3
 
 
 def test_a_flat_folder_has_one_split(folder):

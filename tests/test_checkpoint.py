@@ -8,9 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpp import checkpoint
+from mpp.encoders import build_encoder
 from mpp.errors import UserError
-from mpp.model import MaskedPatchModel, build_encoder
-from mpp.optim import build_optimizer
+from mpp.model import MaskedPatchModel
+from mpp.optim import RunningAverage, build_optimizer
 
 
 @pytest.fixture
@@ -29,8 +30,9 @@ def made(tmp_path):
         return checkpoint.write(
             tmp_path / "checkpoints",
             step,
+            model=model,
             encoder=encoder,
-            objective=checkpoint.objective_weights(model, encoder),
+            trained=None,
             objective_note={"target": "mean_color"},
             optimizer=optimizer,
             names={value: name for name, value in model.named_parameters()},
@@ -51,7 +53,7 @@ def test_a_checkpoint_restores_every_weight_and_moment(made):
         build_encoder("vit_tiny_patch16_224", image_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2), 8
     )
     fresh = build_optimizer(other.named_parameters(), name="adamw", weight_decay=0.1, betas=(0.9, 0.9), momentum=0)
-    meta = checkpoint.restore(path, encoder=other.encoder, model=other, optimizer=fresh)
+    meta = checkpoint.restore(path, model=other, encoder=other.encoder, trained=None, optimizer=fresh)
     assert meta == {"step": 1, "note": 1.5}
     assert all(torch.equal(weights[name], value) for name, value in other.state_dict().items())
     for before, parameter in zip(moments, other.parameters(), strict=True):
@@ -114,10 +116,10 @@ def test_missing_and_cut_files_are_named(made, file):
     content = (path / file).read_bytes()
     (path / file).write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=f"{file} is damaged"):
-        checkpoint.restore(path, encoder=model.encoder, model=model, optimizer=optimizer)
+        checkpoint.restore(path, model=model, encoder=model.encoder, trained=None, optimizer=optimizer)
     (path / file).unlink()
     with pytest.raises(UserError, match=f"{file} is missing"):
-        checkpoint.restore(path, encoder=model.encoder, model=model, optimizer=optimizer)
+        checkpoint.restore(path, model=model, encoder=model.encoder, trained=None, optimizer=optimizer)
 
 
 def test_weights_are_found_under_every_ref_that_a_run_makes(made, tmp_path):
@@ -133,15 +135,47 @@ def test_weights_are_found_under_every_ref_that_a_run_makes(made, tmp_path):
     assert checkpoint.find_weights(str(tmp_path / "alone.safetensors")).config == {}
 
 
+def test_an_average_is_exported_and_what_is_trained_is_kept_beside_it(made, tmp_path):
+    model, optimizer, _ = made
+    average = RunningAverage(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    average.update()
+    path = checkpoint.write(
+        tmp_path / "averaged",
+        3,
+        model=average.model,
+        encoder=average.model.encoder,
+        trained=model,
+        objective_note={},
+        optimizer=optimizer,
+        names={value: name for name, value in model.named_parameters()},
+        meta={},
+        classes=None,
+        keep=1,
+    )
+    exported = load_file(path / "model.safetensors")
+    torch.testing.assert_close(exported["norm.bias"], model.encoder.norm.bias - 0.5)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    averaged = {name: value.clone() for name, value in average.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *average.model.parameters()]:
+            parameter.zero_()
+    checkpoint.restore(path, model=average.model, encoder=average.model.encoder, trained=model, optimizer=optimizer)
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(averaged[name], value) for name, value in average.model.state_dict().items())
+
+
 def test_refs_that_hold_nothing(tmp_path):
     with pytest.raises(UserError, match="neither a checkpoint nor a run with a complete checkpoint"):
         checkpoint.find_weights(str(tmp_path))
-    for name in ("nothing", "nothing.safetensors"):
+    for name in ("nothing", "nothing.safetensors", "nothing.npz"):
         with pytest.raises(UserError, match="not found. It can be a run folder, a checkpoint folder"):
             checkpoint.find_weights(str(tmp_path / name))
-    (tmp_path / "official.npz").write_bytes(b"PK")
-    with pytest.raises(UserError, match="official.npz: is no file that can be read here"):
-        checkpoint.find_weights(str(tmp_path / "official.npz"))
+    (tmp_path / "weights.pth").write_bytes(b"PK")
+    with pytest.raises(UserError, match="weights.pth: is no file that can be read here"):
+        checkpoint.find_weights(str(tmp_path / "weights.pth"))
 
 
 def test_a_broken_config_is_named(made):

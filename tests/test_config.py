@@ -191,7 +191,7 @@ def test_comparisons(tmp_path):
         path.write_text(f"finetune: finetune_demo\nseeds: [0]\narms: {arms}\n")
         with pytest.raises(UserError, match="arms must be a section of names"):
             config.load_compare(str(path))
-    with pytest.raises(UserError, match="is a comparison, not a run: eval/compare.py takes it"):
+    with pytest.raises(UserError, match="is a comparison: eval/compare.py takes it"):
         config.load_run("compare_demo")
     path.write_text("finetune: finetune_demo\nseeds: [0]\narms: {a: 3}\n")
     with pytest.raises(UserError, match="arms must be a section of names"):

@@ -1,5 +1,8 @@
 """mpp/data.py on real files: crops, what a run reads, and what is refused."""
 
+import itertools
+import pickle
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,9 @@ import skimage
 import torch
 from conftest import batches_of, picture
 from PIL import Image
+from test_shards import write_lists
 
-from mpp import data, decoding, draws, sources
+from mpp import augmentation, data, decoding, draws, sources
 from mpp.errors import UserError
 
 # ---- crops
@@ -100,22 +104,65 @@ def test_normalize_against_numpy():
     np.testing.assert_array_equal(paper, ((images.astype(np.float32) - 127.5) / 127.5).transpose(0, 3, 1, 2))
 
 
+# ---- augmentation
+
+AUGMENTED = {"rand_augment": "rand-m9-n2-mstd0.5-inc1", "erasing": 0.5}
+
+
+@pytest.mark.parametrize("crop", ["inception", "square"])
+def test_augmentation_follows_the_same_crop_and_flip_and_has_words_of_its_own(crop):
+    image = decoding.Pixels(skimage.data.astronaut()[::4, ::4])
+    cut = {"image_size": 32, "crop": crop, "resize": None if crop == "inception" else 48}
+    plain, augmented, erased = data.View(**cut), data.View(**cut, **AUGMENTED), data.View(**cut, erasing=0.5)
+    assert plain.words() == data.crop_words() == 41  # as in every earlier run
+    assert augmented.words() == erased.words() == 43
+    changed = np.zeros(2)
+    for index in range(40):
+        raw = draws.words(0, "augment", 0, index, 43)
+        assert np.array_equal(raw[:41], draws.words(0, "augment", 0, index, 41))
+        pixels = plain.train(image, raw[:41])
+        moved = augmentation.rand_augment(pixels, AUGMENTED["rand_augment"], raw[41])
+        expected = augmentation.erase(moved, 0.5, raw[42])
+        assert np.array_equal(augmented.train(image, raw), expected)
+        assert np.array_equal(erased.train(image, raw), augmentation.erase(pixels, 0.5, raw[42]))
+        changed += (moved != pixels).any(), (expected != moved).any()
+    assert (changed > 10).all()
+
+
+def test_evaluation_is_not_augmented():
+    image = decoding.Pixels(skimage.data.astronaut()[::4, ::4])
+    for cut in ({}, {"eval_crop": "center", "resize": 48}):
+        expected = data.View(32, **cut).evaluate(image)
+        assert np.array_equal(data.View(32, **cut, rand_augment="rand-p1.0", erasing=1.0).evaluate(image), expected)
+
+
+def test_a_view_refuses_what_timm_would_not_do_and_travels_to_workers():
+    with pytest.raises(UserError, match=r"data.rand_augment=rand-m15: timm would cut the magnitude of 15 to 10"):
+        data.View(32, rand_augment="rand-m15")
+    view = data.View(32, **AUGMENTED)
+    assert pickle.loads(pickle.dumps(view)) == view
+
+
 # ---- order
 
 
-def samples(rows=range(10), seed=0):
+def samples(rows=range(10), seed=0, **view):
     source = sources.open_source("synthetic:10", "train")
     return data.TrainingSamples(
-        source, rows, seed, data.View(16, area=(0.3, 1.0)), lambda epoch, index: {"key": np.array([epoch, index])}
+        source,
+        rows,
+        seed,
+        data.View(16, area=(0.3, 1.0), **view),
+        lambda epoch, index: {"key": np.array([epoch, index])},
     )
 
 
-def read(first_step=0, steps=6, batch_size=4, micro_batch=4, processes=1, workers=0):
+def read(first_step=0, steps=6, batch_size=4, micro_batch=4, processes=1, workers=0, **view):
     """What all processes read: {(step, epoch, index): pixels}."""
     found = {}
     for process in range(processes):
         batches = data.training_batches(
-            samples(),
+            samples(**view),
             first_step=first_step,
             steps=steps,
             batch_size=batch_size,
@@ -132,14 +179,16 @@ def read(first_step=0, steps=6, batch_size=4, micro_batch=4, processes=1, worker
     return found
 
 
-def test_workers_processes_micro_batches_and_start_change_nothing():
-    straight = read()
+@pytest.mark.parametrize("view", [{}, AUGMENTED])
+def test_workers_processes_micro_batches_and_start_change_nothing(view):
+    straight = read(**view)
     assert len(straight) == 24
-    assert read(workers=2) == straight
-    assert read(micro_batch=1) == straight
-    assert read(processes=2, micro_batch=2) == straight
-    assert read(processes=2, micro_batch=1) == straight
-    assert {**read(steps=3), **read(first_step=3)} == straight
+    assert read(workers=2, **view) == straight
+    assert read(micro_batch=1, **view) == straight
+    assert read(processes=2, micro_batch=2, **view) == straight
+    assert read(processes=2, micro_batch=1, **view) == straight
+    assert {**read(steps=3, **view), **read(first_step=3, **view)} == straight
+    assert (straight == read()) == (not view)
 
 
 def test_an_epoch_reads_every_row_once_and_the_next_in_another_order():
@@ -312,3 +361,163 @@ def test_labelled_rows_refuse_what_they_cannot_give(folder):
         data.labelled_rows(source, 0, None, 0.5)
     with pytest.raises(UserError, match="the source has no classes"):
         data.labelled_rows(sources.Pictures(np.zeros((1, 2, 2, 3), np.uint8), None, None), 0, None, 0.0)
+
+
+def several(lists, classes):
+    """A source of images with several labels each."""
+    labels = np.full((len(lists), max(map(len, lists))), -1, dtype=np.int32)
+    for row, numbers in enumerate(lists):
+        labels[row, : len(numbers)] = numbers
+    return sources.Pictures(np.zeros((len(lists), 2, 2, 3), np.uint8), classes, labels)
+
+
+def test_labelled_rows_among_some_rows():
+    source = sources.open_source("demo", "train")
+    rows = np.flatnonzero(np.arange(len(source)) % 3 == 0).astype(np.int32)
+    fit, choice = data.labelled_rows(source, 0, 20, 0.25, rows)
+    assert np.bincount(source.labels[fit]).tolist() == [15] * 10
+    assert np.bincount(source.labels[choice]).tolist() == [5] * 10
+    assert set(fit) | set(choice) < set(rows) and not set(fit) & set(choice)
+    assert fit.dtype == choice.dtype == np.int32 and (np.diff(fit) > 0).all() and (np.diff(choice) > 0).all()
+    everything = data.labelled_rows(source, 0, None, 0.0, rows)
+    assert np.array_equal(everything[0], rows) and len(everything[1]) == 0
+    for whole in (range(len(source)), np.arange(len(source), dtype=np.int32)):  # all rows are as none given
+        fit, choice = data.labelled_rows(source, 3, 20, 0.25)
+        again = data.labelled_rows(source, 3, 20, 0.25, whole)
+        assert np.array_equal(again[0], fit) and np.array_equal(again[1], choice)
+    assert data.labelled_rows(source, 0, None, 0.0, range(5, 9))[0].tolist() == [5, 6, 7, 8]
+
+
+def test_labelled_rows_among_some_rows_refuse_by_these_rows():
+    labels = np.array([0, 0, 0, 0, 1, 1, 1, 1])
+    source = sources.Pictures(np.zeros((8, 2, 2, 3), np.uint8), ["a", "b"], labels)
+    with pytest.raises(UserError, match=r"data.per_class=2: class b has 1 images"):
+        data.labelled_rows(source, 0, 2, 0.0, np.array([0, 1, 4]))
+    with pytest.raises(UserError, match=r"data.holdout=0.5: class b has too few images"):
+        data.labelled_rows(source, 0, None, 0.5, np.array([0, 1, 4]))
+    with pytest.raises(UserError, match=r"data.holdout=0.5: class b has too few images"):
+        data.labelled_rows(source, 0, None, 0.5, np.array([0, 1]))
+    fit, choice = data.labelled_rows(source, 0, None, 0.0, np.array([0, 1]))  # without a row of b
+    assert fit.tolist() == [0, 1] and choice.tolist() == []
+
+
+@pytest.mark.parametrize("rows", [None, np.arange(0, 90, 3, dtype=np.int32)])
+def test_labelled_rows_where_an_image_has_several_labels(rows):
+    source = several([[row % 3] * (row % 4 > 0) + [3] * (row % 4 > 2) for row in range(90)], ["a", "b", "c", "d"])
+    count = 90 if rows is None else 30
+    fit, choice = data.labelled_rows(source, 0, None, 0.26, rows)
+    assert len(choice) == round(0.26 * count) and len(fit) == count - len(choice)
+    assert sorted([*fit, *choice]) == list(range(90) if rows is None else rows)
+    assert (np.diff(fit) > 0).all() and (np.diff(choice) > 0).all()
+    again = data.labelled_rows(source, 0, None, 0.26, rows)
+    assert np.array_equal(again[0], fit) and np.array_equal(again[1], choice)
+    assert not np.array_equal(data.labelled_rows(source, 1, None, 0.26, rows)[1], choice)
+    assert set(data.labelled_rows(source, 0, None, 0.4, rows)[1]) > set(choice)
+    assert len(data.labelled_rows(source, 0, None, 0.001, rows)[1]) == 1  # at least one
+    fit, choice = data.labelled_rows(source, 0, None, 0.0, rows)
+    assert len(fit) == count and len(choice) == 0
+    with pytest.raises(UserError, match=r"data.per_class=5: images of this source can have several labels"):
+        data.labelled_rows(source, 0, 5, 0.0, rows)
+    with pytest.raises(UserError, match=r"data.holdout=0.999: .* images are too few to hold one out"):
+        data.labelled_rows(source, 0, None, 0.999, rows)
+
+
+# ---- a part of a split
+
+
+@pytest.mark.parametrize(
+    ("count", "subset", "first"),
+    [
+        (1000, 10, [245, 248, 309, 343, 404, 541, 588, 893, 998, 999]),
+        (1000, 0.01, [245, 248, 309, 343, 404, 541, 588, 893, 998, 999]),
+        (1281167, 0.01, [3, 311, 327, 429, 547, 597, 614, 646, 696, 797]),
+    ],
+)
+def test_golden_rows_of_a_part_never_change(count, subset, first):
+    # Written down once; a change here changes what every earlier run on a part of a split would read.
+    assert data.subset_rows(count, subset)[:10].tolist() == first
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 1000, 10007])
+def test_parts_have_their_size_and_lie_within_larger_ones(count):
+    inside = set()
+    for size in sorted({1, count // 10, count // 3, count - 1, count} - {0}):
+        rows = data.subset_rows(count, size)
+        assert len(rows) == size and inside <= set(rows) <= set(range(count))
+        assert all(one < other for one, other in itertools.pairwise(rows))
+        assert size == count or rows.dtype == np.int32
+        inside = set(rows)
+
+
+def test_shares_are_rounded_and_all_is_a_range():
+    assert [len(data.subset_rows(1000, share)) for share in (0.0004, 0.1234, 0.1236, 0.9999)] == [1, 123, 124, 1000]
+    for whole in (None, 1.0, 1000, 0.9999):
+        assert data.subset_rows(1000, whole) == range(1000)
+    assert len(data.subset_rows(1000, 1)) == 1  # an image, and not the whole share
+    with pytest.raises(UserError, match=r"data.subset=1001: the split has 1000 images; use at most that many"):
+        data.subset_rows(1000, 1001)
+
+
+def test_a_part_is_spread_evenly():
+    for count in (10_007, 40_000, 1_281_167):
+        for share in (0.02, 0.3):
+            rows = data.subset_rows(count, share).astype(np.int64)
+            for width in (2, 16):
+                stretches, turns = rows * width // count, rows % width
+                expected = len(rows) / width
+                for places in (stretches, turns):  # of the split, and of every second or sixteenth row
+                    found = np.bincount(places, minlength=width)
+                    assert (abs(found - expected) < 4 * np.sqrt(expected * (1 - 1 / width) * (1 - share))).all()
+            neighbours = (np.diff(rows) == 1).sum()
+            assert abs(neighbours - share * len(rows)) < 4 * np.sqrt(share * (1 - share) * len(rows))
+
+
+def test_a_part_is_found_in_chunks(monkeypatch):
+    expected = data.subset_rows(100_000, 5_000)
+    keys = draws.words(0, "part", 0, 0, 8)
+    ranks = draws.permuted(keys, 100_000, np.arange(100_000))
+    assert expected.tolist() == sorted(np.argsort(ranks)[:5_000].tolist())
+    for chunk in (999, 25_000):
+        monkeypatch.setattr(data, "_PART_CHUNK", chunk)
+        assert np.array_equal(data.subset_rows(100_000, 5_000), expected)
+    monkeypatch.setattr(data, "_PART_CHUNK", 4_000)
+    tracemalloc.start()
+    assert len(data.subset_rows(1_000_000, 1_000)) == 1_000
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000  # a byte a row
+    tracemalloc.stop()
+
+
+# ---- labels and rows on their way to a batch
+
+
+@pytest.mark.parametrize("rows", [range(9), np.array([0, 1, 4, 7, 8], dtype=np.int32)])
+def test_several_labels_and_some_rows_reach_the_batch(tmp_path, rows):
+    lists = [[2, 0], [], [1], [5, 3, 4], [0], [0, 1], [], [2], [4, 1]]
+    (tmp_path / "set").mkdir()
+    for part in range(3):
+        write_lists(tmp_path / "set" / f"{part}.parquet", lists[3 * part : 3 * part + 3])
+    source = sources.open_source(f"parquet:{tmp_path}/set/*", "train")
+    samples = data.TrainingSamples(source, rows, 0, data.View(8), lambda epoch, index: {}, source.labels, window=2)
+    seen = []
+    for batch in batches_of(samples, len(rows), 4, workers=2):
+        assert batch["labels"].shape == (4, 3) and batch["labels"].dtype == torch.int64
+        for index, labels in zip(batch["index"].tolist(), batch["labels"].tolist(), strict=True):
+            assert [label for label in labels if label >= 0] == sorted(lists[index]) and min([0, *labels]) >= -1
+            seen.append(index)
+    assert sorted(seen) == sorted([*rows] * 4)  # four epochs, each with every row once
+    held_out = data.HeldOutSamples(source, rows, data.View(8), lambda epoch, index: {}, source.labels)
+    batches = data.held_out_batches(
+        held_out, micro_batch=4, processes=1, process=0, workers=0, device=torch.device("cpu")
+    )
+    read = [(batch["index"], batch["labels"]) for batch in batches]
+    assert torch.cat([index for index, _ in read]).tolist() == list(rows)
+    assert torch.cat([labels for _, labels in read]).tolist() == source.labels[np.asarray(rows)].tolist()
+
+
+@pytest.mark.parametrize("labels", [None, np.array([3, 1, 2], dtype=np.int32)])
+def test_one_label_or_none_is_a_number_in_the_batch(labels):
+    source = sources.open_source("synthetic:3", "train")
+    samples = data.TrainingSamples(source, range(3), 0, data.View(8), lambda epoch, index: {}, labels)
+    (batch,) = batches_of(samples, 1, 3, workers=0)
+    expected = [-1] * 3 if labels is None else labels[batch["index"]].tolist()
+    assert batch["labels"].dtype == torch.int64 and batch["labels"].tolist() == expected

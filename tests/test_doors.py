@@ -28,7 +28,7 @@ def test_help_from_a_folder_full_of_traps(tmp_path, door):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--recipe", "mpp_b61"], "--recipe mpp_b61: no such recipe; did you mean mpp_b16? There are compare_demo"),
+        (["--recipe", "mpp_b61"], "--recipe mpp_b61: no such recipe; did you mean mpp_b16? There are augreg_i1k_b16"),
         (
             ["--recipe", "mpp_demo", "learning_rte=1"],
             "learning_rte=1: unknown key learning_rte; did you mean optim.learning_rate?",
@@ -57,7 +57,7 @@ def test_faults_are_one_message_and_status_2(tmp_path, door, arguments, words):
 
 def test_doors_without_a_recipe_say_what_there_is(tmp_path):
     done = command(ROOT / "mpp/pretrain.py", cwd=tmp_path)
-    assert done.returncode == 2 and "--recipe is missing; there are compare_demo" in done.stderr
+    assert done.returncode == 2 and "--recipe is missing; there are augreg_i1k_b16" in done.stderr
     done = command(ROOT / "eval/finetune.py", cwd=tmp_path)
     assert (
         done.returncode == 2 and "no finished pre-training below" in done.stderr and "--recipe mpp_demo" in done.stderr

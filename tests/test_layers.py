@@ -14,8 +14,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = [
     {"mpp.errors"},
     {"mpp.files"},
-    {"mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console", "mpp.decoding", "mpp.disk_cache"},
-    {"mpp.corruption", "mpp.targets", "mpp.order", "mpp.shards", "mpp.optim", "mpp.checkpoint"},
+    {
+        *("mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console", "mpp.decoding", "mpp.disk_cache"),
+        *("mpp.positions", "mpp.official"),
+    },
+    {
+        *("mpp.corruption", "mpp.targets", "mpp.order", "mpp.shards", "mpp.optim", "mpp.checkpoint"),
+        *("mpp.augmentation", "mpp.mixing", "mpp.encoders"),
+    },
     {"mpp.sources", "mpp.model", "mpp.pictures"},
     {"mpp.data"},
     {"mpp.objectives", "mpp.probe"},
@@ -24,7 +30,7 @@ FLOORS = [
     {"mpp.job"},
     {"mpp.run", "mpp.command_line"},
 ]
-DOORS = {"mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare"}
+DOORS = {"mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare", "eval.scaling"}
 KNOW_THE_CONFIG = {*FLOORS[-1], *FLOORS[-2], *FLOORS[-3], *DOORS}  # the wiring and the entry points
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 OURS = ("mpp", "eval", "recipes")

@@ -49,3 +49,10 @@ def test_top_k_hits():
     labels = torch.tensor([2, 0, 0])
     assert top_k_hits(logits, labels, 1).tolist() == [False, True, False]
     assert top_k_hits(logits, labels, 2).tolist() == [True, True, False]
+
+
+def test_any_of_several_labels_will_do():
+    logits = torch.tensor([[0.1, 0.9, 0.5], [0.8, 0.1, 0.3], [0.2, 0.3, 0.4]])
+    labels = torch.tensor([[2, 1], [1, -1], [-1, -1]])
+    assert top_k_hits(logits, labels, 1).tolist() == [True, False, False]
+    assert top_k_hits(logits, labels, 3).tolist() == [True, True, False]

@@ -4,14 +4,15 @@ import math
 
 import numpy as np
 import pytest
-import scipy.ndimage
 import scipy.special
 import timm
 import torch
 
 from mpp.corruption import KEEP, MASK, RANDOM
+from mpp.encoders import build_encoder
 from mpp.errors import UserError
-from mpp.model import MaskedPatchModel, build_encoder, load_encoder, resize_position_embedding
+from mpp.model import Classifier, MaskedPatchModel, encoder_of, load_encoder
+from mpp.positions import resize_line, resize_table, sincos_table
 
 
 def tiny_encoder(image_size=16, classes=0, **changes):
@@ -127,44 +128,12 @@ def test_any_patch_width_and_image(patch, image, width, heads):
     assert model.mask_embedding.grad.shape == (width,)
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "expected"),
-    [
-        ("vit_base_patch16_224", 1000, 86_567_656),
-        ("vit_base_patch16_224", 0, 85_798_656),
-        ("vit_large_patch32_224", 0, 305_510_400),
-    ],
-)
-def test_parameters_of_the_papers_models(name, classes, expected):
-    with torch.device("meta"):
-        encoder = build_encoder(name, image_size=224, classes=classes)
-    assert sum(parameter.numel() for parameter in encoder.parameters()) == expected
-
-
 def test_heads_and_mask_start_as_in_the_paper():
     encoder = tiny_encoder(classes=7)
     assert encoder.head.weight.abs().sum() == 0 and encoder.head.bias.abs().sum() == 0
     model = MaskedPatchModel(tiny_encoder(embed_dim=768, num_heads=3), 512)
     assert model.head.weight.abs().sum() == 0
     assert 0.018 < model.mask_embedding.std() < 0.022
-
-
-@pytest.mark.parametrize("new", [(5, 5), (2, 2), (7, 3)])
-def test_position_embeddings_resize_as_scipy_zoom(new):
-    old = torch.randn(1, 1 + 16, 6)
-    found = resize_position_embedding(old, 1, new)
-    grid = old[0, 1:].reshape(4, 4, 6).double().numpy()
-    expected = scipy.ndimage.zoom(grid, (new[0] / 4, new[1] / 4, 1), order=1)
-    assert expected.shape == (*new, 6)
-    np.testing.assert_allclose(found[0, 1:].numpy(), expected.reshape(-1, 6), atol=1e-5)
-    assert torch.equal(found[:, :1], old[:, :1])
-
-
-def test_position_embeddings_that_fit_are_left_alone():
-    old = torch.randn(1, 17, 6)
-    assert resize_position_embedding(old, 1, (4, 4)) is old
-    flat = torch.ones(1, 17, 6)
-    assert torch.equal(resize_position_embedding(flat, 1, (9, 9)), torch.ones(1, 82, 6))
 
 
 def test_loading_keeps_the_new_head_and_drops_the_old():
@@ -175,7 +144,89 @@ def test_loading_keeps_the_new_head_and_drops_the_old():
     assert loaded.resized == (4, 6)
     assert new.head.weight.abs().sum() == 0
     assert torch.equal(new.blocks[1].mlp.fc1.weight, old.blocks[1].mlp.fc1.weight)
-    assert torch.equal(new.pos_embed, resize_position_embedding(old.pos_embed, 1, (6, 6)))
+    assert torch.equal(new.pos_embed, resize_table(old.pos_embed, 1, (6, 6)))
+
+
+@pytest.mark.parametrize("way", ["bilinear_corners", "bilinear", "bicubic"])
+def test_loading_resizes_in_the_way_that_is_asked_for(way):
+    old, new = tiny_encoder(), tiny_encoder(image_size=24)
+    load_encoder(new, old.state_dict(), "there", way)
+    assert torch.equal(new.pos_embed, resize_table(old.pos_embed, 1, (6, 6), way))
+
+
+@pytest.mark.parametrize("position_at", ["stem", "every_layer", "every_layer_shared"])
+@pytest.mark.parametrize("position", ["learned_1d", "learned_2d"])
+def test_every_kind_of_positions_comes_to_another_grid(position, position_at):
+    old, new = (tiny_encoder(size, position=position, position_at=position_at) for size in (16, 24))
+    with torch.no_grad():
+        for parameter in old.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    assert load_encoder(new, old.state_dict(), "there").resized == (4, 6)
+    there = dict(old.named_parameters())
+    for name, parameter in new.named_parameters():
+        kind = name.split(".")[-1]
+        if kind in ("rows", "columns"):
+            expected = resize_line(there[name], 6)
+        elif kind in ("patches", "pos_embed"):
+            expected = resize_table(there[name], 1 if kind == "pos_embed" else 0, (6, 6))
+        else:
+            expected = there[name]
+        assert torch.equal(parameter, expected), name
+
+
+def test_fixed_positions_are_computed_for_the_new_grid():
+    old, new = tiny_encoder(position="sincos_2d"), tiny_encoder(24, position="sincos_2d")
+    assert load_encoder(new, old.state_dict(), "there").resized == (4, 6)
+    assert torch.equal(new.pos_embed[:, 1:], sincos_table((6, 6), 24))
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "words"),
+    [
+        ({}, {"pool": "gap"}, "the weights have a class token: use model.pool=token, or patches"),
+        ({"pool": "gap"}, {}, "the weights have no class token: use model.pool=gap"),
+        ({"position": "relative"}, {"position": "relative", "image_size": 24}, "keep image size, patch size and pool"),
+        ({"position": "learned_2d"}, {}, "unexpected: positions.rows"),
+    ],
+)
+def test_what_a_misfit_means(there, here, words):
+    with pytest.raises(UserError) as refusal:
+        load_encoder(tiny_encoder(**here), tiny_encoder(**there).state_dict(), "runs/other")
+    assert words in str(refusal.value)
+
+
+def test_patches_are_pooled_from_weights_with_a_class_token():
+    old, new = tiny_encoder(), tiny_encoder(pool="patches", classes=2)
+    load_encoder(new, old.state_dict(), "there")
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(new.forward_features(images), old.forward_features(images))
+
+
+def test_the_pretraining_head_has_one_tanh_layer():
+    torch.manual_seed(1)
+    model = Classifier(tiny_encoder(), 5, bias=-10.0).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model(images), torch.full((2, 5), -10.0))  # zero kernel
+    torch.nn.init.normal_(model.head.weight)
+    y = model.encoder.forward_features(images)[:, 0].detach().double().numpy()
+    w = {name: value.detach().double().numpy() for name, value in model.state_dict().items()}
+    hidden = np.tanh(y @ w["pre_logits.weight"].T + w["pre_logits.bias"])
+    np.testing.assert_allclose(model(images).detach().numpy(), hidden @ w["head.weight"].T - 10.0, atol=1e-5)
+    assert encoder_of(model) is model.encoder
+
+
+@pytest.mark.parametrize(
+    ("name", "image_size", "classes", "expected"),  # paper-scale models with the head of ImageNet-21k
+    [
+        ("vit_base_patch16_224", 224, 21_843, 103_186_515),
+        ("vit_large_patch32_224", 224, 21_843, 328_949_075),
+        ("vit_huge_patch14_224", 224, 21_843, 660_385_363),
+    ],
+)
+def test_parameters_with_the_pretraining_head(name, image_size, classes, expected):
+    with torch.device("meta"):
+        model = Classifier(build_encoder(name, image_size=image_size), classes)
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
 
 
 def test_every_name_that_does_not_fit_is_listed_and_nothing_is_loaded():
@@ -192,29 +243,6 @@ def test_every_name_that_does_not_fit_is_listed_and_nothing_is_loaded():
     assert "shape of cls_token: [1, 1, 5] there, [1, 1, 24] in the model" in message
     assert all(f"unexpected: {name}" in message for name in weights if name.startswith("blocks.2."))
     assert all(torch.equal(before[name], value) for name, value in new.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "words"),
-    [
-        ("vit_bas_patch16_224", {}, "timm knows no such model; nearest are vit_base_patch16_224"),
-        ("resnet18", {}, "resnet18"),
-        ("vit_small_r26_s32_224", {}, "is not a plain Vision Transformer"),
-        ("vit_tiny_patch16_224", {"num_heads": 5}, "does not go with the other keys"),
-        ("vit_tiny_patch16_224", {"image_size": 220}, "use 208 or 224"),
-        (
-            "vit_tiny_patch16_224",
-            {"embed_dim": 100, "num_heads": 3},
-            "does not go with the other keys of `model`: dim should be divisible by num_heads",
-        ),
-        ("vit_tiny_patch16_224", {"image_size": 8}, "use 16"),
-        ("vit_tiny_patch16_224", {"image_size": 8, "patch_size": 16}, "use 16"),
-    ],
-)
-def test_models_that_cannot_be_built(name, changes, words):
-    with pytest.raises(UserError) as refusal:
-        build_encoder(name, **{"image_size": 224, **changes})
-    assert words in str(refusal.value)
 
 
 def test_the_private_names_of_timm_that_are_used_exist():

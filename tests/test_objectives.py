@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mpp.corruption import KEEP, MASK, RANDOM
+from mpp.encoders import build_encoder
 from mpp.metrics import Tally
-from mpp.model import build_encoder
+from mpp.model import Classifier
 from mpp.objectives import MaskedPatchPrediction, Supervised
 from mpp.targets import TARGETS
 
@@ -161,7 +162,7 @@ def test_targets_come_from_uint8_under_bf16_too():
 
 
 def test_supervised_loss_against_numpy_and_top_k():
-    objective = Supervised(7, 0.1, HALF, HALF)
+    objective = Supervised(7, HALF, HALF, label_smoothing=0.1)
     model = objective.build(tiny(7))
     torch.nn.init.normal_(model.head.weight)
     labels = torch.tensor([0, 6, 3])
@@ -178,6 +179,89 @@ def test_supervised_loss_against_numpy_and_top_k():
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
 def test_few_classes_have_no_top_5(classes):
-    objective = Supervised(classes, 0.0, HALF, HALF)
+    objective = Supervised(classes, HALF, HALF)
     batch = {"images": torch.zeros(2, 16, 16, 3, dtype=torch.uint8), "labels": torch.tensor([0, 1])}
     assert set(objective.loss(objective.build(tiny(classes)), batch)[1]) == {"loss", "accuracy"}
+
+
+def photos(count):
+    torch.manual_seed(4)
+    return torch.randint(0, 256, (count, 16, 16, 3), dtype=torch.uint8)
+
+
+def logits_of(model, images):
+    return model((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5).detach().double().numpy()
+
+
+def with_random_head(objective, classes):
+    model = objective.build(tiny(classes))
+    torch.nn.init.normal_(model.head.weight)
+    return model.eval()
+
+
+def sigmoid_cost(logits, targets):
+    """-sum_k [t log sigma(z) + (1 - t) log sigma(-z)], from the definition."""
+    return -(targets * -np.log1p(np.exp(-logits)) + (1 - targets) * -np.log1p(np.exp(logits))).sum(1)
+
+
+def test_sigmoid_loss_against_numpy_with_one_and_with_several_labels():
+    objective = Supervised(7, HALF, HALF, kind="sigmoid", label_smoothing=0.01)
+    model = with_random_head(objective, 7)
+    images = photos(3)
+    logits = logits_of(model, images)
+    several = torch.tensor([[0, 5], [6, -1], [-1, -1]])
+    for labels, truth in [
+        (torch.tensor([0, 6, 3]), np.eye(7)[[0, 6, 3]]),
+        (several, np.array([[1, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1], [0] * 7])),
+    ]:
+        loss, counts = objective.loss(model, {"images": images, "labels": labels})
+        costs = sigmoid_cost(logits, np.where(truth == 1, 0.99, 0.01))
+        assert math.isclose(loss.item(), costs.mean(), rel_tol=1e-5)
+        assert counts["loss"].tolist() == pytest.approx([costs.sum(), 3], rel=1e-5)
+    best = logits.argmax(1)
+    hits = sum(best[row] in set(several[row].tolist()) for row in range(2))
+    assert counts["accuracy"].tolist() == [hits, 2]  # the image without a label is left out
+
+
+def test_the_first_sigmoid_loss_is_that_of_the_bias():
+    objective = Supervised(1000, HALF, HALF, kind="sigmoid", head="mlp", head_bias=-6.9)
+    model = objective.build(tiny())
+    assert isinstance(model, Classifier)
+    loss, _ = objective.loss(model, {"images": photos(2), "labels": torch.tensor([1, 999])})
+    p = 1 / (1 + math.exp(6.9))
+    assert math.isclose(loss.item(), -math.log(p) - 999 * math.log(1 - p), rel_tol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_mixed_images_and_targets_against_numpy(kind):
+    objective = Supervised(4, HALF, HALF, kind=kind, label_smoothing=0.1, mixup=0.8, image_size=16)
+    model = with_random_head(objective, 4)
+    images, labels = photos(4), torch.tensor([0, 3, 1, 1])
+    share = np.array([0.25, 0.5, 1.0, 0.75])
+    batch = {
+        "images": images,
+        "labels": labels,
+        "mix_share": torch.tensor(share, dtype=torch.float32),
+        "mix_box": torch.zeros(4, 4, dtype=torch.int64),
+    }
+    loss, counts = objective.loss(model, batch)
+    x = (images.permute(0, 3, 1, 2).double().numpy() - 127.5) / 127.5
+    partner = [1, 0, 3, 2]
+    blended = share[:, None, None, None] * x + (1 - share)[:, None, None, None] * x[partner]
+    logits = model(torch.from_numpy(blended).float()).detach().double().numpy()
+    one_hot = np.eye(4)[labels]
+    targets = share[:, None] * one_hot + (1 - share)[:, None] * one_hot[partner]
+    if kind == "softmax":
+        log_p = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+        expected = -((0.9 * targets + 0.1 / 4) * log_p).sum(1).mean()
+    else:
+        expected = sigmoid_cost(logits, targets * 0.8 + 0.1).mean()
+    assert math.isclose(loss.item(), expected, rel_tol=1e-4)
+    assert set(counts) == {"loss"}
+
+
+def test_only_training_samples_are_mixed():
+    objective = Supervised(4, HALF, HALF, mixup=0.8, cutmix=1.0, seed=3, image_size=16)
+    assert set(objective.per_sample(0, 5)) == {"mix_share", "mix_box"}
+    assert objective.per_held_out_sample(0, 5) == {}
+    assert Supervised(4, HALF, HALF).per_sample(0, 5) == {}

@@ -5,7 +5,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 
 from mpp import data, probe, sources
-from mpp.model import build_encoder
+from mpp.encoders import build_encoder
 
 
 def test_features_are_the_mean_of_the_patch_tokens_and_never_change():

@@ -20,8 +20,9 @@ from test_shards import NAMES, write_parquet
 
 from mpp import checkpoint, config, data, errors, job, run, run_folder, sources, wiring
 from mpp.console import Console
+from mpp.encoders import build_encoder
 from mpp.errors import UserError
-from mpp.model import MaskedPatchModel, build_encoder
+from mpp.model import MaskedPatchModel
 from mpp.objectives import MaskedPatchPrediction
 from mpp.optim import lr_at
 from mpp.train import Diverged

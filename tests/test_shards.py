@@ -281,9 +281,8 @@ def test_columns_that_are_not_clear_have_to_be_named(tmp_path):
         sources.open_source(source, "train", Columns("fine", "coarse"))
 
 
-@pytest.mark.parametrize("labels", [[[1, 2], [0]], [0.5, 1.0]])
-def test_labels_that_are_no_classes_are_refused(tmp_path, labels):
-    table = pyarrow.table({"image": [encoded(0), encoded(1)], "label": labels})
+def test_labels_that_are_no_classes_are_refused(tmp_path):
+    table = pyarrow.table({"image": [encoded(0), encoded(1)], "label": [0.5, 1.0]})
     parquet.write_table(table, tmp_path / "a.parquet")
     found = sources.open_source(f"parquet:{tmp_path}/a.parquet", "train")
     with pytest.raises(UserError, match=r"data.label_column=label: labels must be whole numbers or texts"):
@@ -520,6 +519,277 @@ def test_samples_that_are_not_clear_are_named(tmp_path, members, columns, words)
 def test_one_of_several_images_can_be_named(tmp_path):
     path = write_tar(tmp_path / "a.tar", [{"a.jpg": encoded(1), "b.jpg": encoded(2)}])
     assert shade(sources.open_source(f"wds:{path}", "train", Columns("b.jpg")), 0) == 2
+
+
+# ---- several labels an image
+
+
+def write_lists(path, lists, kind=None, feature=None, name="labels"):
+    """A file of images with a column of lists, of an Arrow type, and as the datasets library describes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    labels = pyarrow.array(lists, type=kind)
+    table = pyarrow.table({"image": [encoded(number) for number in range(len(lists))], name: labels})
+    if feature:
+        features = {"image": {"dtype": "binary", "_type": "Value"}, name: feature}
+        table = table.replace_schema_metadata({b"huggingface": json.dumps({"info": {"features": features}}).encode()})
+    parquet.write_table(table, path, row_group_size=2)
+    return f"parquet:{path}"
+
+
+INT, TEXT = pyarrow.int64(), pyarrow.string()
+CLASSES = {"names": NAMES, "_type": "ClassLabel"}
+NUMBERS = [[2, 0, 2], [], [1], [0, 1, 2]]  # a class twice, none, one, and all of them
+PADDED = [[0, 2, -1], [-1, -1, -1], [1, -1, -1], [0, 1, 2]]
+TEXTS = [["dog", "cat"], [], ["ape"], ["cat", "cat"]]
+TEXTS_PADDED = [[1, 2], [-1, -1], [0, -1], [1, -1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "feature", "lists", "classes", "padded"),
+    [
+        (pyarrow.list_(INT), {"feature": CLASSES, "_type": "List"}, NUMBERS, NAMES, PADDED),
+        (pyarrow.list_(INT), {"feature": CLASSES, "length": -1, "_type": "Sequence"}, NUMBERS, NAMES, PADDED),
+        (pyarrow.large_list(INT), {"feature": CLASSES, "_type": "LargeList"}, NUMBERS, NAMES, PADDED),
+        (pyarrow.list_(INT, 2), {"feature": CLASSES, "length": 2, "_type": "List"}, [[2, 0], [1, 1]], NAMES, [[0, 2], [1, -1]]),
+        (pyarrow.list_(INT), None, NUMBERS, ["0", "1", "2"], PADDED),
+        (pyarrow.list_(pyarrow.uint8()), None, [[7, 3]], [str(number) for number in range(8)], [[3, 7]]),
+        (pyarrow.large_list(pyarrow.int16()), None, NUMBERS, ["0", "1", "2"], PADDED),
+        (pyarrow.list_(INT, 2), None, [[2, 0], [1, 1]], ["0", "1", "2"], [[0, 2], [1, -1]]),
+        (pyarrow.list_(TEXT), None, TEXTS, ["ape", "cat", "dog"], TEXTS_PADDED),
+        (pyarrow.large_list(pyarrow.large_string()), None, TEXTS, ["ape", "cat", "dog"], TEXTS_PADDED),
+        (pyarrow.list_(pyarrow.dictionary(pyarrow.int32(), TEXT)), None, TEXTS, ["ape", "cat", "dog"], TEXTS_PADDED),
+        (pyarrow.list_(INT), None, [[1], [0]], ["0", "1"], [[1], [0]]),  # a list is one even where each holds one label
+    ],
+)  # fmt: skip
+def test_lists_are_several_labels(tmp_path, kind, feature, lists, classes, padded):
+    found = sources.open_source(write_lists(tmp_path / "a.parquet", lists, kind, feature), "train")
+    assert isinstance(found, shards.ParquetRows) and found.classes == classes
+    assert found.labels.tolist() == padded and found.labels.dtype == np.int32
+    assert [shade(found, row) for row in range(len(lists))] == list(range(len(lists)))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "classes", "labels"),
+    [
+        ([[5, 1]], [[], [0], [3, 2, 4]], "012345", [[1, 5, -1], [-1] * 3, [-1] * 3, [-1] * 3, [0, -1, -1], [2, 3, 4]]),
+        ([["b"]], [["c"], ["a", "b"], []], "abc", [[1, -1], [-1, -1], [-1, -1], [2, -1], [0, 1], [-1, -1]]),
+    ],
+)
+def test_lists_of_several_files(tmp_path, monkeypatch, first, second, classes, labels):
+    write_lists(tmp_path / "a.parquet", first)
+    write_lists(tmp_path / "b.parquet", [[], []])  # without a single label, which Arrow writes as lists of null
+    write_lists(tmp_path / "c.parquet", second)
+    source = f"parquet:{tmp_path}/*.parquet"
+    found = sources.open_source(source, "train")
+    assert found.classes == list(classes) and found.labels.tolist() == labels
+
+    def unreadable(*_, **__):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(shards, "_footer", unreadable)
+    monkeypatch.setattr(parquet, "read_table", unreadable)
+    assert sources.open_source(source, "train").labels.tolist() == labels
+
+
+def test_what_earlier_versions_kept_is_not_taken_for_lists(tmp_path):
+    source = write_lists(tmp_path / "a.parquet", NUMBERS, feature={"feature": CLASSES, "_type": "List"})
+    single = write_parquet(tmp_path / "b.parquet", range(2), [1, 2])
+    listed, plain = shards._described([str(tmp_path / "a.parquet"), str(single)])
+    footer = {"groups": [[2, 9], [2, 9]], "columns": {"image": "", "labels": ""}}
+    shards._kept(listed, "footer", lambda _: np.frombuffer(json.dumps(footer).encode(), dtype=np.uint8))
+    shards._kept(listed, "labels labels", lambda _: np.array([9, 9, 9, 9]))
+    assert sources.open_source(source, "train").labels.tolist() == PADDED
+    shards._kept(plain, "labels label", lambda _: np.array([0, 1]))  # and single labels are still those that were kept
+    assert sources.open_source(f"parquet:{single}", "train").labels.tolist() == [0, 1]
+    path = write_tar(tmp_path / "a.tar", [{"jpg": encoded(0), "json": b'{"label": [3, 1]}'}])
+    (tar,) = shards._described([str(path)])
+    kind = [("offset", np.int64), ("size", np.int64), ("label", "S6")]
+    shards._kept(tar, "members None json.label", lambda _: np.array([(512, 9, b"[3, 1]")], dtype=kind))
+    found = sources.open_source(f"wds:{path}", "train", Columns(None, "json.label"))
+    assert found.labels.tolist() == [[1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("lists", "kind", "words"),
+    [
+        ([[1, -1]], None, "-1 in a list; labels count from 0, and the list of an image without a label is empty"),
+        ([[2**31, 0]], None, "2147483648 can't be the number of a class; labels count from 0"),
+        ([[2**64 - 1]], pyarrow.list_(pyarrow.uint64()), "18446744073709551615 can't be the number of a class"),
+        ([[1, None]], None, "labels must be whole numbers or texts, or lists of them, not null in a list"),
+        ([["a", None]], None, "labels must be whole numbers or texts, or lists of them, not null in a list"),
+        ([[1], None], None, "or lists of them, not null; write an empty list where an image has no label"),
+        ([[1, 0], None], pyarrow.list_(INT, 2), "or lists of them, not null; write an empty list"),
+        ([[[1]], [[2]]], None, "or lists of them, not lists of list<element: int64>"),
+        ([[{"a": 1}]], None, "or lists of them, not lists of struct<a: int64>"),
+        ([[0.5]], None, "or lists of them, not float"),
+        ([[True]], None, "or lists of them, not bool"),
+        ([[1, 0, 1], [0, 0, 1]], None, r"each list holds 3 zeros and ones, which looks like one a class; write the numbers"),
+    ],
+)  # fmt: skip
+def test_lists_that_are_no_labels_are_refused(tmp_path, lists, kind, words):
+    found = sources.open_source(write_lists(tmp_path / "a.parquet", lists, kind), "train")
+    for _ in range(2):  # and nothing of it was kept
+        with pytest.raises(UserError, match=rf"data.label_column=labels: .*{words}"):
+            _ = found.labels
+        with pytest.raises(UserError, match=rf"data.label_column=labels: .*{words}"):
+            _ = found.classes
+
+
+def test_lists_with_a_number_past_the_names_are_refused(tmp_path):
+    feature = {"feature": CLASSES, "_type": "List"}
+    found = sources.open_source(write_lists(tmp_path / "a.parquet", [[0], [1, 3]], feature=feature), "train")
+    with pytest.raises(UserError, match=r"data.label_column=labels: label 3, but there are 3 class names"):
+        _ = found.labels
+
+
+def test_two_flags_or_the_lists_of_two_classes_are_labels(tmp_path):
+    found = sources.open_source(write_lists(tmp_path / "a.parquet", [[0, 1], [1], [0]]), "train")
+    assert found.labels.tolist() == [[0, 1], [1, -1], [0, -1]]
+    found = sources.open_source(write_lists(tmp_path / "b.parquet", [["x", "y", "x"], ["y", "y", "x"]]), "train")
+    assert found.classes == ["x", "y"] and found.labels.tolist() == [[0, 1], [0, 1]]
+
+
+def test_lists_without_a_single_label_are_withheld(tmp_path):
+    feature = {"feature": CLASSES, "_type": "List"}
+    for kind, described in ((INT, feature), (INT, None), (pyarrow.float64(), None), (pyarrow.null(), None)):
+        source = write_lists(tmp_path / "a.parquet", [[], []], pyarrow.list_(kind), described)
+        found = sources.open_source(source, "train")
+        assert found.labels is None and found.classes is None
+
+
+def test_a_column_of_lists_of_class_labels_is_the_labels(tmp_path):
+    feature = {"feature": CLASSES, "_type": "List"}
+    found = sources.open_source(write_lists(tmp_path / "a.parquet", NUMBERS, feature=feature, name="seen"), "train")
+    assert found.columns == Columns("image", "seen") and found.labels.tolist() == PADDED
+    found = sources.open_source(write_lists(tmp_path / "b.parquet", NUMBERS, name="seen"), "train")
+    assert found.columns == Columns("image", None)  # plain numbers may be anything
+    table = pyarrow.table({"image": [encoded(0)], "fine": [[0, 1]], "coarse": [2]})
+    features = {"image": {"dtype": "binary", "_type": "Value"}, "fine": feature, "coarse": CLASSES}
+    note = {b"huggingface": json.dumps({"info": {"features": features}}).encode()}
+    parquet.write_table(table.replace_schema_metadata(note), tmp_path / "c.parquet")
+    with pytest.raises(UserError, match=r"labels is not clear; say which is meant of fine, coarse by data.label_col"):
+        sources.open_source(f"parquet:{tmp_path}/c.parquet", "train")
+    for name, labels in (("fine", [[0, 1]]), ("coarse", [2])):
+        found = sources.open_source(f"parquet:{tmp_path}/c.parquet", "train", Columns(None, name))
+        assert found.classes == NAMES and found.labels.tolist() == labels
+
+
+def test_files_of_which_some_hold_lists_or_other_names_are_refused(tmp_path):
+    feature = {"feature": CLASSES, "_type": "List"}
+    write_lists(tmp_path / "a.parquet", NUMBERS, feature=feature)
+    for lists, kind in (([0, 1], CLASSES), ([0, 1], None)):
+        write_lists(tmp_path / "b.parquet", lists, INT, kind)
+        with pytest.raises(UserError, match=r"a.parquet holds lists in labels, and .*b.parquet one value an image"):
+            sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+    other = {"feature": {"names": NAMES[::-1], "_type": "ClassLabel"}, "_type": "List"}
+    write_lists(tmp_path / "b.parquet", NUMBERS, feature=other)
+    with pytest.raises(
+        UserError, match=r"b.parquet and .*a.parquet have other class names in labels, or another order"
+    ):
+        sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+
+
+def test_lists_of_hub_data_sets(tmp_path):
+    import datasets
+
+    feature = {"feature": CLASSES, "_type": "List"}
+    write_lists(tmp_path / "set" / "train-0.parquet", NUMBERS, feature=feature, name="seen")
+    found = sources.open_source(f"hub:{tmp_path / 'set'}", "train")
+    assert isinstance(found, shards.ParquetRows) and found.classes == NAMES and found.labels.tolist() == PADDED
+    images = [Image.open(io.BytesIO(encoded(number))) for number in range(4)]
+    for number, (kind, lists, classes, padded) in enumerate(
+        [
+            (datasets.List(datasets.ClassLabel(names=NAMES)), NUMBERS, NAMES, PADDED),
+            (datasets.LargeList(datasets.ClassLabel(names=NAMES)), NUMBERS, NAMES, PADDED),
+            (datasets.List(datasets.Value("int32")), NUMBERS, ["0", "1", "2"], PADDED),
+            (datasets.List(datasets.Value("string")), TEXTS, ["ape", "cat", "dog"], TEXTS_PADDED),
+        ]
+    ):
+        features = datasets.Features({"image": datasets.Image(), "labels": kind})
+        rows = datasets.Dataset.from_dict({"image": images, "labels": lists}, features=features)
+        rows.save_to_disk(tmp_path / f"saved {number}", num_shards=2)
+        found = sources.open_source(f"hub:{tmp_path}/saved {number}", "train")
+        assert isinstance(found, shards.ArrowRows) and found.classes == classes and found.labels.tolist() == padded
+        order = [3, 2, 0]
+        found = shards.ArrowRows(rows.select(order), "some", Columns("image", "labels"))
+        assert found.labels.tolist() == [padded[row] for row in order]
+    features["labels"] = datasets.List(datasets.Value("int8"))
+    rows = datasets.Dataset.from_dict({"image": images[:1], "labels": [[1, -1]]}, features=features)
+    with pytest.raises(UserError, match=r"data.label_column=labels: -1 in a list"):
+        _ = shards.ArrowRows(rows, "some", Columns("image", "labels")).labels
+
+
+def tar_of(tmp_path, name, labels, suffix="cls"):
+    """A tar file of a label a sample; None for a sample without."""
+    samples = [{"jpg": encoded(number), suffix: label} for number, label in enumerate(labels)]
+    samples = [{key: content for key, content in sample.items() if content is not None} for sample in samples]
+    return f"wds:{write_tar(tmp_path / f'{name}.tar', samples)}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "padded"),
+    [
+        ([b"3,1", b"2\n", b" 0 , 3,3", b""], "0123", [[1, 3], [2, -1], [0, 3], [-1, -1]]),
+        ([b"10,9"], [str(number) for number in range(11)], [[9, 10]]),
+        (["Käfer,ape".encode(), b"ape"], ["Käfer", "ape"], [[0, 1], [1, -1]]),
+        ([b"x,1", b"x,1"], ["1", "x"], [[0, 1], [0, 1]]),
+    ],
+)
+def test_commas_separate_the_labels_of_tar_members(tmp_path, labels, classes, padded):
+    found = sources.open_source(tar_of(tmp_path, "a", labels), "train")
+    assert found.classes == list(classes) and found.labels.tolist() == padded and found.labels.dtype == np.int32
+    assert [shade(found, row) for row in range(len(labels))] == list(range(len(labels)))
+
+
+def test_one_comma_in_any_file_makes_several_labels(tmp_path):
+    tar_of(tmp_path, "a", [b"1", b"0"])
+    assert sources.open_source(f"wds:{tmp_path}/*.tar", "train").labels.tolist() == [1, 0]
+    tar_of(tmp_path, "b", [b"2,0"])
+    assert sources.open_source(f"wds:{tmp_path}/*.tar", "train").labels.tolist() == [[1, -1], [0, -1], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "found"),
+    [
+        ([[3, 1], [], [2]], "0123", [[1, 3], [-1, -1], [2, -1]]),
+        ([[1], [0], []], "01", [[1], [0], [-1]]),
+        ([["a, b", "c"], "d, e"], ["a, b", "c", "d, e"], [[0, 1], [2, -1]]),
+        (["a, b", "c"], ["a, b", "c"], [0, 1]),  # a text in JSON is one label, with commas or without
+        ([[], []], None, None),
+        ([None, None], None, None),
+    ],
+)
+def test_lists_in_the_json_of_tar_members(tmp_path, labels, classes, found):
+    members = [json.dumps({"label": label}).encode() for label in labels]
+    opened = sources.open_source(tar_of(tmp_path, "a", members, "json"), "train", Columns(None, "json.label"))
+    assert opened.classes == (classes and list(classes))
+    assert (None if opened.labels is None else opened.labels.tolist()) == found
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([b"1,2", None], r"a.tar row 1 has no label, but others have"),
+        ([b"1", b""], r"a.tar row 1 has no label, but others have"),
+        ([b"1,2", b"3,"], r"data.label_column=cls: 3, holds an empty label; leave it out"),
+        ([b"1,2", b"-1"], r"data.label_column=cls: -1 in a list; labels count from 0"),
+        ([b"1,2000000"], r"data.label_column=cls: 2000000 can't be the number of a class"),
+        ([b"0,1,1", b"1,0,0"], r"data.label_column=cls: each list holds 3 zeros and ones"),
+    ],
+)
+def test_labels_of_tar_members_that_are_refused(tmp_path, labels, words):
+    found = sources.open_source(tar_of(tmp_path, "a", labels), "train")
+    with pytest.raises(UserError, match=words):
+        _ = found.labels
+
+
+@pytest.mark.parametrize("label", [[1, None], [[1]], [0.5], [True], [{}]])
+def test_lists_in_json_that_are_no_labels_are_refused(tmp_path, label):
+    source = tar_of(tmp_path, "a", [json.dumps({"label": label}).encode()], "json")
+    with pytest.raises(
+        UserError, match=r"a/0000 has jpg, json, and label in the JSON of json is \[.*; labels must be whole"
+    ):
+        sources.open_source(source, "train", Columns(None, "json.label"))
 
 
 # ---- splits of a glob
