@@ -196,8 +196,8 @@ def _report(plan: config.StudyConfig, table: str, minutes: float) -> str:
             table,
             "",
             f"Mean ± standard deviation over the seeds {list(plan.seeds)}, which draw the labelled images; each "
-            "encoder was pre-trained once. Smaller parts of the training split lie within larger ones. exaFLOPs count a "
-            "multiply-add as 2 and training as three forward passes, as the ViT paper's Table 6 does. A run is "
+            "encoder was pre-trained once. Smaller parts of the training split lie within larger ones. exaFLOPs count "
+            "a multiply-add as 2 and training as three forward passes, as the ViT paper's Table 6 does. A run is "
             "measured at its end; the paper stopped its runs on small parts of JFT early, at their best held-out "
             f"accuracy. Measured by `{plan.finetune}`. Time of this call: {minutes:.1f} minutes.",
             "",

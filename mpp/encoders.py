@@ -89,6 +89,7 @@ def build_encoder(
     reason = _misfit(encoder)
     if reason:
         raise UserError(f"model.name={name} can't be trained here: {reason}")
+    assert isinstance(encoder, Encoder)
     initialize(encoder)
     if isinstance(encoder, VisionTransformer):
         _place_positions(encoder, wanted)

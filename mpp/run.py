@@ -64,6 +64,7 @@ def _begin(
     finished = run_folder.look_into(output, recipe, kind, overwrite)
     accelerator = wiring.start_processes(recipe, console)
     wiring.micro_batches(recipe, accelerator.num_processes)
+    wiring.view_of(recipe)  # refuses an augmentation that can't be had
     source = wiring.open_training(recipe, console)
     inputs = wiring.inputs_of(recipe, source)
     if finished:

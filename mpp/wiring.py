@@ -373,6 +373,7 @@ def planned_images(recipe: RunConfig) -> int:
 
 def rehearse(recipe: RunConfig, classes: list[str] | None) -> tuple[nn.Module, Objective]:
     """Model and objective without storage; raises UserError where the recipe does not allow them."""
+    view_of(recipe)
     with torch.device("meta"):
         encoder = build(recipe, classes)
         objective = build_objective(recipe, encoder, classes, PIXEL_MEAN, PIXEL_STD)

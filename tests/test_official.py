@@ -266,7 +266,7 @@ def test_positions_of_another_grid_are_left_to_the_caller():
     arrays = small_arrays()
     arrays["Transformer/posembed_input/pos_embedding"] = table = np.random.rand(1, 37, 24).astype(np.float32)
     np.testing.assert_array_equal(to_timm(arrays, small_encoder(), "there")["pos_embed"].numpy(), table)
-    for shape in [(1, 36, 24), (1, 39, 24), (1, 37, 20), (2, 37, 24), (37, 24), (1, 0, 24)]:
+    for shape in [(1, 36, 24), (1, 39, 24), (1, 37, 20), (2, 37, 24), (37, 24), (1, 37, 24, 1), (1, 0, 24)]:
         arrays["Transformer/posembed_input/pos_embedding"] = np.zeros(shape, np.float32)
         if shape == (1, 36, 24):  # a square without the class entry
             assert to_timm(arrays, small_encoder(), "there")["pos_embed"].shape == (1, 37, 24)
@@ -350,6 +350,9 @@ def test_what_the_files_have_no_place_for_is_missing():
     assert "missing: reg_token (no official array)" in lines
     assert "unexpected: Transformer/posembed_input/pos_embedding" in lines
     assert len(lines) == 4 + 1 + 1
+    arrays = small_arrays() | {"pos_embedding": np.zeros((1, 16, 24), np.float32)}
+    with pytest.raises(UserError, match=r"shape of pos_embedding: \[1, 16, 24\] there, \[1, 18, 24\] in the model"):
+        to_timm(arrays, small_encoder(reg_tokens=1), "there")
     encoder = small_encoder()
     encoder.blocks[0].attn.relative = torch.nn.Parameter(torch.zeros(33, 8))
     with pytest.raises(UserError, match=r"missing: blocks.0.attn.relative \(no official array\)"):
