@@ -66,6 +66,7 @@ def _compare(flags: command_line.argparse.Namespace) -> None:
         print(f"in all             {sum(map(wiring.planned_images, [*recipes, *tunings.values()])):,} images")
         return
     run_folder.require_own_folder(output, plan, config.load_compare, flags.overwrite)
+    wiring.require_one_label(next(iter(tunings.values())))
     for arm in arms:
         wiring.rehearse_arm(arm.pretraining, [tunings[arm.name, seed] for seed in plan.seeds])
 

@@ -17,6 +17,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 import numpy as np
 
 from mpp import command_line, config, console, data, model, pictures, probe, run, run_folder, wiring
+from mpp.errors import UserError
 from mpp.files import read_json, write_text
 
 Record = dict[str, Any]
@@ -56,6 +57,9 @@ def _study(flags: command_line.argparse.Namespace) -> None:
         for name, values in plan.models.items()
         for subset in plan.subsets
     ]
+    folders = [point.folder for point in points]
+    if len(set(folders)) < len(folders):
+        raise UserError(f"{flags.recipe}: two of its models, or two of its subsets, have the same name; rename one")
     if flags.dry_run:
         _print_costs(points)
         return
@@ -101,7 +105,7 @@ def _study(flags: command_line.argparse.Namespace) -> None:
 
 def _point(name: str, values: Sequence[str], subset: float | None, plan: config.StudyConfig, below: Path) -> Point:
     recipe, *overrides = values
-    part = "all" if subset is None else f"{subset:g}"
+    part = "all" if subset is None else str(subset)
     pretraining = config.load_run(recipe, [*overrides, f"data.subset={json.dumps(subset)}"])[0]
     init = f"init={below / name.replace(' ', '_').replace('/', '_') / part}"
     shape = run_folder.model_overrides(pretraining, plan.finetune)
@@ -127,17 +131,19 @@ def _require_shots(point: Point, plan: config.StudyConfig) -> None:
     """Raises UserError where a class has fewer images than shots."""
     if "few_shot" in plan.measures:
         recipe = next(iter(point.tunings.values()))
+        wiring.require_one_label(recipe)
         data.labelled_rows(wiring.open_split(recipe, recipe.data.train_split), 0, plan.shots, 0.0)
 
 
 def _few_shot(point: Point, plan: config.StudyConfig, overwrite: bool) -> list[Record]:
     """Few-shot accuracy for each seed; kept beside the pre-training, so that it is not measured again."""
     kept = point.folder / "few_shot.json"
+    recipe = next(iter(point.tunings.values()))
+    measured = {"shots": plan.shots, "seeds": list(plan.seeds), "with": config.recipe_hash(recipe)}
     if kept.is_file() and not overwrite:
         found = read_json(kept)
-        if found["shots"] == plan.shots and set(map(str, plan.seeds)) <= set(found["accuracy"]):
+        if found["measured"] == measured:
             return [_record(point, seed, found["accuracy"][str(seed)]) for seed in plan.seeds]
-    recipe = next(iter(point.tunings.values()))
     train, test = (wiring.open_split(recipe, split) for split in (recipe.data.train_split, recipe.data.eval_split))
     trained, mean, std = wiring.pretrained_model(point.pretraining, point.folder)
     view = wiring.view_of(recipe)
@@ -151,7 +157,7 @@ def _few_shot(point: Point, plan: config.StudyConfig, overwrite: bool) -> list[R
     for seed in plan.seeds:
         rows, _ = data.labelled_rows(train, seed, plan.shots, 0.0)
         accuracy[str(seed)] = probe.few_shot_accuracy(features(train, rows), tested, len(train.classes or []))
-    write_text(kept, json.dumps({"shots": plan.shots, "accuracy": accuracy}))
+    write_text(kept, json.dumps({"measured": measured, "accuracy": accuracy}))
     return [_record(point, seed, accuracy[str(seed)]) for seed in plan.seeds]
 
 

@@ -61,7 +61,8 @@ class DataConfig:
         subset: a fixed random part of the training split: a share (0.1), or a number of images (9000000). A
             smaller part lies within every larger one.
         per_class: labelled training images of each class to use, chosen by the seed; null for all.
-        holdout: share of each training class on which fine-tuning chooses its learning rate.
+        holdout: share of each training class on which fine-tuning chooses its learning rate; where images can
+            have several labels, of all training images.
     """
 
     source: str

@@ -43,7 +43,8 @@ _BIAS = Layout("bias")
 _QKV = ("query/", "key/", "value/")
 
 # A module's parameters, by timm's names of these.
-_TOP = {"cls_token": Layout("cls"), "pos_embed": Layout("Transformer/posembed_input/pos_embedding")}
+_TABLES = ("Transformer/posembed_input/pos_embedding", "pos_embedding")  # usual, and big_vision's
+_TOP = {"cls_token": Layout("cls"), "pos_embed": Layout(_TABLES[0])}
 _NORM = {"weight": Layout("scale"), "bias": _BIAS}
 _DENSE = {"weight": Layout("kernel", lambda s, heads: s[::-1], lambda a: a.T), "bias": _BIAS}
 _CONV = {
@@ -168,6 +169,8 @@ def to_timm(arrays: Mapping[str, Array], encoder: nn.Module, where: str) -> dict
     modules = _BIT if "stem.conv.weight" in own else _TRANSFORMER
     heads = next((module.num_heads for module in model.modules() if hasattr(module, "num_heads")), 1)
     class_entries = own["pos_embed"][1] - model.patch_embed.num_patches if "pos_embed" in own else 0
+    if "pos_embed" in own and not model.pos_embed.requires_grad and not any(name in arrays for name in _TABLES):
+        del own["pos_embed"]  # a fixed table is computed, and need not stand in the file
     left, spelling = dict(arrays), _spelling(arrays)
     tensors, problems = {}, []
     for name, shape in own.items():
@@ -192,6 +195,8 @@ def to_timm(arrays: Mapping[str, Array], encoder: nn.Module, where: str) -> dict
         if official in left and left[official].ndim == len(axes):
             tensors[name] = _tensor(left.pop(official).transpose(axes))
     problems += [f"unexpected: {official}" for official in left]
+    if "pos_embed" in encoder.state_dict() and "pos_embed" not in own:
+        tensors["pos_embed"] = model.pos_embed.detach().clone()
     if problems:
         listed = "\n  ".join(problems)
         raise UserError(
@@ -204,7 +209,7 @@ def to_timm(arrays: Mapping[str, Array], encoder: nn.Module, where: str) -> dict
 def _spelling(arrays: Mapping[str, Array]) -> dict[str, str]:
     """What this file calls otherwise than the tables."""
     new = any(re.match(r"Transformer/encoderblock_\d+/MultiHeadDotProductAttention_0/", name) for name in arrays)
-    top = {"Transformer/posembed_input/pos_embedding": "pos_embedding"} if "pos_embedding" in arrays else {}
+    top = {_TABLES[0]: _TABLES[1]} if _TABLES[1] in arrays else {}
     return top | (_NEW_NUMBERS if new else {})
 
 

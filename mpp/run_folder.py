@@ -23,6 +23,7 @@ from mpp.files import read_json, write_json_lines, write_text
 from mpp.sources import Source
 
 _FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
+_FILES += ("few_shot.json",)
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
 Plan = TypeVar("Plan", CompareConfig, StudyConfig)
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")

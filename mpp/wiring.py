@@ -380,6 +380,16 @@ def rehearse(recipe: RunConfig, classes: list[str] | None) -> tuple[nn.Module, O
         return objective.build(encoder), objective
 
 
+def require_one_label(recipe: RunConfig) -> None:
+    """Raises UserError where an image of a recipe's source can have several labels, for what needs exactly one."""
+    labels = open_split(recipe, recipe.data.train_split).labels
+    if labels is not None and labels.ndim == 2:
+        raise UserError(
+            f"data.source={recipe.data.source}: an image can have several labels, and classifiers on frozen features "
+            "need one; fine-tune with eval/finetune.py instead"
+        )
+
+
 def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) -> None:
     """Raises UserError for what would else stop an arm after hours of training; writes nothing.
 
@@ -442,7 +452,8 @@ def dry_run(recipe: RunConfig) -> str:
     images = planned_images(recipe)
     optim, micro = recipe.optim, recipe.runtime.micro_batch
     states = 2 if optim.name == "adamw" else 1
-    memory = found.parameters * 4 * (2 + states) + found.activation_bytes * micro
+    copies = 2 + states + (optim.average > 0)
+    memory = found.parameters * 4 * copies + found.activation_bytes * micro
     hours = 3 * found.forward_flops * images / (cost.A100_FLOPS * cost.UTILIZATION) / 3600
     note = " (with a head of 1000 classes)" if classes else ""
     return "\n".join(

@@ -394,3 +394,13 @@ def test_files_that_are_not_such_weights(tmp_path):
             read(tmp_path / name)
         assert str(refusal.value).startswith(f"init={tmp_path / name}: "), name
         assert words.get(name, "damaged") in str(refusal.value), name
+
+
+def test_a_fixed_table_need_not_stand_in_the_file():
+    arrays = small_arrays()
+    del arrays["Transformer/posembed_input/pos_embedding"]
+    encoder = small_encoder()
+    with pytest.raises(UserError, match="missing: Transformer/posembed_input/pos_embedding"):
+        to_timm(arrays, encoder, "there")
+    encoder.pos_embed.requires_grad_(False)
+    assert torch.equal(to_timm(arrays, encoder, "there")["pos_embed"], encoder.pos_embed)

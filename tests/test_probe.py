@@ -1,10 +1,11 @@
 """mpp/probe.py against timm and scikit-learn."""
 
 import numpy as np
+import pytest
 import torch
-from sklearn.linear_model import LogisticRegression
+from sklearn.linear_model import LogisticRegression, Ridge
 
-from mpp import data, probe, sources
+from mpp import data, model, probe, sources
 from mpp.encoders import build_encoder
 
 
@@ -47,3 +48,32 @@ def test_raw_pixels_are_the_evaluation_pixels():
     source = sources.open_source("synthetic:4", "train")
     found = probe.pixels(source, np.array([2, 0]), data.View(16))
     assert np.array_equal(found[0], data.whole_image(source.picture(2), 16)) and found.shape == (2, 16, 16, 3)
+
+
+@pytest.mark.parametrize("rows", [12, 60])  # fewer and more than features
+def test_few_shot_is_ridge_regression_on_standardised_features(rows):
+    rng = np.random.default_rng(1)
+    centers = rng.normal(size=(4, 20))
+    labels, tested = np.arange(rows) % 4, np.arange(200) % 4
+    fit = centers[labels] + rng.normal(size=(rows, 20)) * 1.5
+    test = centers[tested] + rng.normal(size=(200, 20)) * 1.5
+    found = probe.few_shot_accuracy((fit.astype(np.float32), labels), (test.astype(np.float32), tested), 4, 30.0)
+    mean, spread = fit.mean(0), fit.std(0) + 1e-5
+    x = np.hstack([(fit - mean) / spread, np.full((rows, 1), 100.0)])
+    model = Ridge(alpha=30.0, fit_intercept=False).fit(x, np.where(np.eye(4)[labels] == 1, 1, -1))
+    guessed = model.predict(np.hstack([(test - mean) / spread, np.full((200, 1), 100.0)])).argmax(1)
+    assert found == (guessed == tested).mean() > 0.3
+
+
+def test_features_of_a_whole_model_are_what_its_last_layer_reads():
+    torch.manual_seed(0)
+    shape = {"patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+    encoder = build_encoder("vit_tiny_patch16_224", image_size=16, **shape).eval()
+    images = torch.randn(3, 3, 16, 16)
+    classifier = model.Classifier(encoder, 5).eval()
+    torch.nn.init.normal_(classifier.head.weight)
+    read = model.represent(classifier, images)
+    torch.testing.assert_close(classifier.head(read), classifier(images))
+    assert torch.equal(model.represent(encoder, images), encoder.forward_features(images)[:, 0])
+    masked = model.MaskedPatchModel(encoder, 512)
+    assert torch.equal(model.represent(masked, images), encoder.forward_features(images)[:, 1:].mean(1))

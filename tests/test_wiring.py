@@ -164,7 +164,9 @@ def test_official_weights_are_an_init(tmp_path, capsys):
     for name, value in state.items():
         np.testing.assert_allclose(found[name].numpy(), value, atol=1e-7)
 
-    larger = recipe_of("finetune_demo", f"init={tmp_path / 'official.npz'}", "data.image_size=48", "data.per_class=null")
+    larger = recipe_of(
+        "finetune_demo", f"init={tmp_path / 'official.npz'}", "data.image_size=48", "data.per_class=null"
+    )
     run.finetune(larger, tmp_path / "tuned", Console())
     assert "position embeddings resized from 4 x 4 to 6 x 6 (bilinear_corners)" in capsys.readouterr().out
 
