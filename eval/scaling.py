@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import numpy as np
+from accelerate import Accelerator
 
 from mpp import command_line, config, console, data, model, pictures, probe, run, run_folder, wiring
 from mpp.errors import UserError
@@ -81,12 +83,12 @@ def _study(flags: command_line.argparse.Namespace) -> None:
     records: list[Record] = []
     for number, point in enumerate(points):
         subset = point.pretraining.data.subset
-        part = "all images" if subset is None else f"data.subset={subset:g}"
+        part = "all images" if subset is None else f"data.subset={subset}"
         screen.say(f"[{number + 1}/{len(points)}] {point.name}, {part}")
         summary = run.pretrain(point.pretraining, point.folder, screen, overwrite=flags.overwrite)
         about = {key: summary[key] for key in ("train_images", "images", "parameters", "exaflops")}
-        if "few_shot" in plan.measures and processes.is_main_process:
-            records += [record | about for record in _few_shot(point, plan, flags.overwrite)]
+        if "few_shot" in plan.measures:  # in every process, so that none waits for another until it gives up
+            records += [record | about for record in _few_shot(point, plan, processes, flags.overwrite)]
         for seed, tuning in point.tunings.items() if tuned else ():
             folder = output / "finetune" / point.folder.relative_to(output / "pretrain") / f"seed_{seed}"
             found = run.finetune(tuning, folder, screen, overwrite=flags.overwrite, arm=point.name)
@@ -120,7 +122,7 @@ def _print_costs(points: Sequence[Point]) -> None:
         recipe = point.pretraining
         classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
         found, images = wiring.count_cost(recipe, classes), wiring.planned_images(recipe)
-        subset = "all" if recipe.data.subset is None else f"{recipe.data.subset:g}"
+        subset = "all" if recipe.data.subset is None else str(recipe.data.subset)
         print(
             f"{point.name:<24} {subset:>12} {images:>15,} {found.parameters:>15,} "
             f"{wiring.exaflops(found, images):>10.4g}"
@@ -135,21 +137,28 @@ def _require_shots(point: Point, plan: config.StudyConfig) -> None:
         data.labelled_rows(wiring.open_split(recipe, recipe.data.train_split), 0, plan.shots, 0.0)
 
 
-def _few_shot(point: Point, plan: config.StudyConfig, overwrite: bool) -> list[Record]:
-    """Few-shot accuracy for each seed; kept beside the pre-training, so that it is not measured again."""
+def _few_shot(point: Point, plan: config.StudyConfig, processes: Accelerator, overwrite: bool) -> list[Record]:
+    """Few-shot accuracy for each seed; kept beside the pre-training, so that it is not measured again.
+
+    Images are cut as the pre-training's evaluation cuts them, at its size.
+    """
     kept = point.folder / "few_shot.json"
     recipe = next(iter(point.tunings.values()))
     measured = {"shots": plan.shots, "seeds": list(plan.seeds), "with": config.recipe_hash(recipe)}
     if kept.is_file() and not overwrite:
         found = read_json(kept)
-        if found["measured"] == measured:
+        if found.get("measured") == measured:
             return [_record(point, seed, found["accuracy"][str(seed)]) for seed in plan.seeds]
     train, test = (wiring.open_split(recipe, split) for split in (recipe.data.train_split, recipe.data.eval_split))
     trained, mean, std = wiring.pretrained_model(point.pretraining, point.folder)
-    view = wiring.view_of(recipe)
+    trained.to(processes.device)
+    view = wiring.view_of(point.pretraining)
+    workers = wiring.worker_count(point.pretraining, processes.num_processes)
 
     def features(source: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = probe.features(lambda images: model.represent(trained, images), trained, source, rows, view, mean, std)
+        found = probe.features(
+            partial(model.represent, trained), trained, source, rows, view, mean, std, workers=workers
+        )
         return found, np.asarray(source.labels)[rows]
 
     tested = features(test, np.arange(len(test)))
@@ -157,7 +166,9 @@ def _few_shot(point: Point, plan: config.StudyConfig, overwrite: bool) -> list[R
     for seed in plan.seeds:
         rows, _ = data.labelled_rows(train, seed, plan.shots, 0.0)
         accuracy[str(seed)] = probe.few_shot_accuracy(features(train, rows), tested, len(train.classes or []))
-    write_text(kept, json.dumps({"measured": measured, "accuracy": accuracy}))
+    if processes.is_main_process:
+        write_text(kept, json.dumps({"measured": measured, "accuracy": accuracy}))
+    processes.wait_for_everyone()
     return [_record(point, seed, accuracy[str(seed)]) for seed in plan.seeds]
 
 

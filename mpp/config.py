@@ -362,6 +362,8 @@ def load_study(recipe: str, overrides: Sequence[str] = ()) -> StudyConfig:
         raise UserError(f"{recipe}: a study needs at least one of models, subsets, measures and seeds")
     if config.shots < 1:
         raise UserError(f"{recipe}: shots={config.shots} must be positive")
+    if len(set(config.seeds)) < len(config.seeds):
+        raise UserError(f"{recipe}: seeds={list(config.seeds)} names one twice, which would count it twice")
     for name, values in config.models.items():
         if not values:
             raise UserError(f"{recipe}: models.{name} names no recipe, such as [supervised_demo]")
@@ -420,6 +422,23 @@ def check_run(config: RunConfig) -> None:
             0 <= objective.label_smoothing < 1,
             f"objective.label_smoothing={objective.label_smoothing} must lie in [0, 1)",
         ),
+        (
+            objective.loss == "softmax" or objective.label_smoothing < 0.5,
+            f"objective.label_smoothing={objective.label_smoothing} must be smaller than 0.5 for the sigmoid loss, "
+            "whose targets it brings nearer to each other",
+        ),
+        *[
+            (
+                objective.name == "supervised" or value == usual,
+                f"{key}={value} belongs to objective.name=supervised; masked patch prediction has none, leave it out",
+            )
+            for key, value, usual in [
+                ("objective.loss", objective.loss, "softmax"),
+                ("objective.label_smoothing", objective.label_smoothing, 0.0),
+                ("model.head", config.model.head, "linear"),
+                ("model.head_bias", config.model.head_bias, 0.0),
+            ]
+        ],
         *[
             (value >= 0, f"objective.{name}={value} must not be negative")
             for name, value in [("mixup", objective.mixup), ("cutmix", objective.cutmix)]
@@ -450,6 +469,11 @@ def check_run(config: RunConfig) -> None:
             list(optim.milestones) == sorted(set(optim.milestones))
             and all(0 < step < optim.steps for step in optim.milestones),
             f"optim.milestones={list(optim.milestones)} must rise within 1 .. optim.steps - 1",
+        ),
+        (
+            optim.schedule != "linear" or not rates or optim.end_learning_rate <= min(rates),
+            f"optim.end_learning_rate={optim.end_learning_rate} is above optim.learning_rate={optim.learning_rate}, "
+            "from which the linear schedule comes down to it",
         ),
         (optim.end_learning_rate >= 0, f"optim.end_learning_rate={optim.end_learning_rate} must not be negative"),
         *[

@@ -12,8 +12,9 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import HybridEmbed, StdConv2d, StdConv2dSame, lecun_normal_
+from timm.layers import Attention, HybridEmbed, StdConv2d, StdConv2dSame, lecun_normal_
 from timm.models import ResNetV2, VisionTransformer, model_entrypoint
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from mpp.errors import UserError
@@ -85,7 +86,8 @@ def build_encoder(
     try:
         encoder = FAMILIES[family](name, image_size, classes, wanted)
     except (TypeError, AssertionError, ValueError) as error:
-        raise UserError(f"model.name={name} does not go with the other keys of `model`: {error}") from None
+        reason = str(error) or f"timm's {name} can't be built with them"
+        raise UserError(f"model.name={name} does not go with the other keys of `model`: {reason}") from None
     reason = _misfit(encoder)
     if reason:
         raise UserError(f"model.name={name} can't be trained here: {reason}")
@@ -93,7 +95,7 @@ def build_encoder(
     initialize(encoder)
     if isinstance(encoder, VisionTransformer):
         _place_positions(encoder, wanted)
-        if not wanted.drop_border:
+        if not wanted.drop_border or image_size < patch_of(encoder):
             grid_size(image_size, patch_of(encoder))
     reset_head(encoder, head_bias)
     return encoder
@@ -175,13 +177,15 @@ def _plain(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module:
     if shape.patch_size is not None:
         arguments["patch_size"] = shape.patch_size
     if shape.mlp_dim is not None:
-        width = shape.embed_dim or _width_of(name)
+        width = shape.embed_dim or _shapeless(name).embed_dim
         arguments["mlp_ratio"] = (shape.mlp_dim + 0.5) / width  # timm cuts the product to a whole number
     own: dict[str, Any] = {}
     if shape.position == "relative":
         own["attn_layer"] = RelativeAttention
     elif shape.position == "learned_2d" or shape.position_at != "stem":
         own["block_fn"] = PositionedBlock
+    if own:
+        _require_usual_blocks(name)
     config = _pretrained_cfg(name, image_size, classes, "patch_embed.proj", "head")
     encoder: Any = timm.create_model(name, pretrained_cfg=config, **arguments, **own)
     for key in own:  # a checkpoint's config.json is for timm's own classes
@@ -189,10 +193,23 @@ def _plain(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module:
     return encoder
 
 
-def _width_of(name: str) -> int:
+def _shapeless(name: str) -> Any:
     with torch.device("meta"):
-        model: Any = timm.create_model(name)
-    return model.embed_dim
+        return timm.create_model(name)
+
+
+def _require_usual_blocks(name: str) -> None:
+    """Raises UserError where a name means other blocks or attention than those that positions are built into."""
+    for block in _shapeless(name).blocks:
+        attention = block.attn if type(block) is Block else None
+        if (
+            type(attention) is not Attention
+            or not isinstance(attention.q_norm, nn.Identity)
+            or (not isinstance(attention.norm, nn.Identity) or attention.gate is not None)
+        ):
+            raise UserError(
+                f"model.position: {name} has blocks of its own, into which only learned_1d at the stem goes"
+            )
 
 
 def _hybrid(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module:
@@ -226,6 +243,10 @@ def _hybrid(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module
 
 
 def _convolutions(shape: Shape, units: tuple[int, ...], width: int) -> dict[str, Any]:
+    if shape.layers is not None and len(shape.layers) != len(units):
+        raise UserError(
+            f"model.layers={list(shape.layers)}: this model has {len(units)} stages; give one number for each"
+        )
     return {"layers": list(shape.layers or units), "width_factor": shape.width_factor or width}
 
 
@@ -259,8 +280,8 @@ def _place_positions(encoder: Any, shape: Shape) -> None:
         )
     if shape.position == "learned_2d" and width % 2:
         raise UserError(f"model.position=learned_2d needs an even width, not {width}")
-    if shape.position == "sincos_2d" and width % 4:
-        raise UserError(f"model.position=sincos_2d needs a width that 4 divides, not {width}")
+    if shape.position == "sincos_2d" and (width % 4 or width < 8):
+        raise UserError(f"model.position=sincos_2d needs a width from 8 on that 4 divides, not {width}")
     if shape.position == "sincos_2d":
         entries = sincos_table(grid, width)
         if encoder.pos_embed is None or encoder.pos_embed.shape[1] != entries.shape[1]:

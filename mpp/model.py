@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mpp.corruption import corrupt, take
 from mpp.encoders import Encoder, mean_feature
 from mpp.errors import UserError
-from mpp.positions import resize_line, resize_table
+from mpp.positions import resize_line, resize_table, sincos_table
 
 
 class MaskedPatchModel(nn.Module):
@@ -139,6 +139,10 @@ def load_encoder(
         del weights[name]
     resized = _fit_positions(encoder, weights, expected, position_resize)
     problems = [f"missing: {name}" for name in expected if name not in weights]
+    if _has_fixed_positions(encoder) and "pos_embed" in weights and not own["pos_embed"].is_meta:
+        there, here = weights["pos_embed"], own["pos_embed"]
+        if there.shape == here.shape and not torch.equal(there.to(here.device), here):
+            problems.append("pos_embed: learned there, and fixed in the model (model.position=sincos_2d)")
     problems += [f"unexpected: {name}" for name in weights if name not in expected]
     problems += [
         f"shape of {name}: {list(weights[name].shape)} there, {list(value.shape)} in the model"
@@ -153,6 +157,11 @@ def load_encoder(
         )
     encoder.load_state_dict({**weights, **{k: v for k, v in own.items() if k.startswith("head.")}})
     return Loaded(dropped, resized)
+
+
+def _has_fixed_positions(encoder: Encoder) -> bool:
+    table = encoder.pos_embed if isinstance(encoder, VisionTransformer) else None
+    return table is not None and not table.requires_grad
 
 
 def _fit_positions(
@@ -175,7 +184,13 @@ def _fit_positions(
             side = round((old.shape[1] - prefix) ** 0.5)
             if side**2 + prefix != old.shape[1]:
                 continue
-            fixed = kind == "pos_embed" and encoder.pos_embed is not None and not encoder.pos_embed.requires_grad
+            fixed = kind == "pos_embed" and _has_fixed_positions(encoder)
+            if (
+                fixed
+                and not old.is_meta
+                and not torch.equal(old[:, old.shape[1] - side**2 :], sincos_table((side, side), old.shape[2]))
+            ):
+                continue  # learned ones, which are no table for this model
             weights[name] = new if fixed else resize_table(old, prefix, grid, way)
         resized = side, grid[0]
     return resized

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 
-from mpp.data import View, normalize
+from mpp.data import HeldOutSamples, View, held_out_batches, normalize
 from mpp.encoders import Encoder, mean_feature
 from mpp.sources import Source
 
@@ -38,23 +39,37 @@ def features(
     mean: Sequence[float],
     std: Sequence[float],
     micro_batch: int = 256,
+    workers: int = 0,
 ) -> np.ndarray:
     """What a frozen model makes of some images.
 
     Args:
         represent: from normalised images, [batch, channel, height, width], to [batch, width].
         model: that it uses; set to evaluation.
+        workers: loader processes.
 
     Returns:
         float32 [row, width].
+
+    Raises:
+        ImageError: an image can't be read.
     """
     model.eval()
     device = next(model.parameters()).device
-    found = []
-    for start in range(0, max(len(rows), 1), micro_batch):
-        batch = torch.from_numpy(pixels(source, rows[start : start + micro_batch], view)).to(device)
-        found.append(represent(normalize(batch, mean, std)).float().cpu().numpy())
-    return np.concatenate(found)
+
+    def of(images: Tensor) -> np.ndarray:
+        return represent(normalize(images, mean, std)).float().cpu().numpy()
+
+    if not len(rows):
+        return of(torch.zeros(0, view.image_size, view.image_size, 3, dtype=torch.uint8, device=device))
+    samples = HeldOutSamples(source, rows, view, _nothing)
+    batches = held_out_batches(samples, micro_batch=micro_batch, processes=1, process=0, workers=workers, device=device)
+    with closing(batches):
+        return np.concatenate([of(batch["images"]) for batch in batches])
+
+
+def _nothing(_: int, __: int) -> dict[str, np.ndarray]:
+    return {}
 
 
 def patch_means(

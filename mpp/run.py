@@ -19,6 +19,7 @@ from mpp.console import Console
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
 from mpp.job import Job, measure_rows, run_loop
+from mpp.model import encoder_of
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
 from mpp.train import Diverged
@@ -42,7 +43,7 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     classes = None
     if recipe.objective.name == "supervised":
         classes = wiring.classes_of(source, recipe)
-        wiring.require_loss_for(recipe, source)
+        wiring.require_loss_for(recipe, source, *([held_out[0]] if held_out else []))
     encoder, mean, std = wiring.initial_encoder(recipe, classes, console)
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     wiring.warn(recipe, encoder, console)
@@ -95,8 +96,8 @@ def finetune(
     if finished:
         return json.loads((output / "results.json").read_text())
     classes = wiring.classes_of(source, recipe)
-    wiring.require_loss_for(recipe, source)
     test = wiring.open_test(recipe, source, console)
+    wiring.require_loss_for(recipe, source, test)
     fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
 
     def resolved(rate: float, folder: Path, rows: np.ndarray, held_out: wiring.HeldOut | None, loud: bool) -> Job:
@@ -108,6 +109,7 @@ def finetune(
 
     every_row = np.union1d(fit_rows, choice_rows)
     final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
+    wiring.warn(recipe, encoder_of(final.model), console)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     tried: dict[str, dict[str, Any]] = {}
     if len(rates) > 1:
@@ -115,18 +117,18 @@ def finetune(
             folder = output / "sweep" / f"learning_rate_{rate:g}"
             trial = resolved(rate, folder, fit_rows, (source, choice_rows), loud=False)
             numbers = tried[f"{rate:g}"] = _try_rate(trial)
-            outcome = "diverged" if numbers["diverged"] else f"accuracy {numbers['accuracy']:.3f}"
+            outcome = "diverged" if numbers["diverged"] else f"accuracy {_accuracy(numbers):.3f}"
             console.say(f"  learning rate {rate:g}: {outcome} on {len(choice_rows)} held-out training images")
         able = [rate for rate in rates if not tried[f"{rate:g}"]["diverged"]]
         if not able:
             raise Diverged(f"{output}: every learning rate of {list(rates)} diverged; give smaller ones")
-        best = max(able, key=lambda rate: (tried[f"{rate:g}"]["accuracy"], -tried[f"{rate:g}"]["loss"]))
+        best = max(able, key=lambda rate: (_accuracy(tried[f"{rate:g}"]), -tried[f"{rate:g}"]["loss"]))
         final = resolved(best, output, every_row, None, loud=False)
     last = run_loop(final, "fine-tuning")
     seconds = last["seconds"] + sum(numbers["seconds"] for numbers in tried.values())
     figures = measure_rows(final, (test, range(len(test))))
     chosen = final.recipe.optim.learning_rate
-    console.say(f"  {arm or recipe.init}: test accuracy {figures['accuracy']:.4f} with learning rate {chosen:g}")
+    console.say(f"  {arm or recipe.init}: test accuracy {_accuracy(figures):.4f} with learning rate {chosen:g}")
     results = [
         {
             "arm": arm or recipe.init,
@@ -164,6 +166,11 @@ def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, flo
         inputs=job.inputs,
         seconds=seconds,
     )
+
+
+def _accuracy(numbers: Mapping[str, float]) -> float:
+    """Of a measurement; 0 where no image of it has a label, so that the loss decides."""
+    return numbers.get("accuracy", 0.0)
 
 
 def _try_rate(job: Job) -> dict[str, Any]:
@@ -204,7 +211,7 @@ def _report(recipe: RunConfig, results: list[dict[str, Any]], tried: Mapping[str
     if tried:
         lines += ["", "| learning rate | held-out accuracy | held-out loss |", "| --- | --- | --- |"]
         for rate, numbers in tried.items():
-            shown = "diverged | " if numbers["diverged"] else f"{numbers['accuracy']:.4f} | {numbers['loss']:.4f}"
+            shown = "diverged | " if numbers["diverged"] else f"{_accuracy(numbers):.4f} | {numbers['loss']:.4f}"
             lines.append(f"| {rate} | {shown} |")
         lines += ["", f"Chosen on held-out training images: {first['learning_rate']:g}."]
     return "\n".join(lines) + "\n"

@@ -23,7 +23,7 @@ from mpp.files import read_json, write_json_lines, write_text
 from mpp.sources import Source
 
 _FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
-_FILES += ("few_shot.json",)
+_MEASURED = ("few_shot.json",)  # by others, of this run
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
 Plan = TypeVar("Plan", CompareConfig, StudyConfig)
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
@@ -93,7 +93,7 @@ def open_folder(
     """Makes the run's folder; an earlier run of the same recipe in it is continued."""
     if accelerator.is_main_process:
         if overwrite:
-            for name in _FILES:
+            for name in (*_FILES, *_MEASURED):
                 (output / name).unlink(missing_ok=True)
             for name in _FOLDERS:
                 shutil.rmtree(output / name, ignore_errors=True)

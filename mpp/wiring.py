@@ -62,7 +62,8 @@ def micro_batches(recipe: RunConfig, processes: int) -> int:
     count, rest = divmod(batch, micro * processes)
     if rest or not count:
         share, left = divmod(batch, processes)
-        fits = [size for size in range(1, min(micro, share) + 1) if share % size == 0] if not left else []
+        by = 2 if recipe.objective.mixup or recipe.objective.cutmix else 1  # images that are mixed come in pairs
+        fits = [size for size in range(by, min(micro, share) + 1, by) if share % size == 0] if not left else []
         remedy = f"use runtime.micro_batch={fits[-1]}" if fits else f"use a batch size that {processes} divides"
         raise UserError(
             f"optim.batch_size={batch} is not a multiple of runtime.micro_batch={micro} x {processes} "
@@ -268,6 +269,8 @@ def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Conso
     if loaded.dropped:
         here = f"; the new head has {len(classes)} classes" if classes else ""
         notes.append(f"dropped {', '.join(loaded.dropped)}{here}")
+    if (found.path.parent / "objective.safetensors").is_file():
+        notes.append("its objective.safetensors (prediction head, mask embedding) left out")
     if loaded.resized:
         old, new = loaded.resized
         way = recipe.model.position_resize
@@ -342,6 +345,13 @@ def build_objective(
 
 def warn(recipe: RunConfig, encoder: Encoder, console: Console) -> None:
     """Says what is allowed but may mislead."""
+    if recipe.model.drop_border and isinstance(encoder, VisionTransformer):
+        seen = encoder.patch_embed.grid_size[0] * patch_of(encoder)
+        if seen < recipe.data.image_size:
+            console.say_once(
+                f"model.drop_border: {recipe.data.image_size - seen} of {recipe.data.image_size} pixels at the "
+                f"right and at the bottom are not seen, for patches of {patch_of(encoder)} fill {seen}"
+            )
     if recipe.objective.name == "mpp" and is_hybrid(encoder):
         console.say_once(
             f"warning: {recipe.model.name} is a hybrid. Its ResNet sees the pixels around a cell, so a masked cell's "
@@ -354,10 +364,10 @@ def optim_layers(recipe: RunConfig) -> bool:
     return recipe.optim.layer_decay < 1
 
 
-def require_loss_for(recipe: RunConfig, source: sources.Source) -> None:
-    """Raises UserError where the loss can't be had on the labels of a source."""
-    labels = labels_of(recipe, source)
-    if labels is not None and labels.ndim == 2 and recipe.objective.loss == "softmax":
+def require_loss_for(recipe: RunConfig, *splits: sources.Source) -> None:
+    """Raises UserError where the loss can't be had on the labels of a split."""
+    several = [labels for split in splits if (labels := labels_of(recipe, split)) is not None and labels.ndim == 2]
+    if several and recipe.objective.loss == "softmax":
         raise UserError(
             f"objective.loss=softmax: an image of data.source={recipe.data.source} can have several labels; use "
             "objective.loss=sigmoid"
@@ -382,8 +392,8 @@ def rehearse(recipe: RunConfig, classes: list[str] | None) -> tuple[nn.Module, O
 
 def require_one_label(recipe: RunConfig) -> None:
     """Raises UserError where an image of a recipe's source can have several labels, for what needs exactly one."""
-    labels = open_split(recipe, recipe.data.train_split).labels
-    if labels is not None and labels.ndim == 2:
+    splits = [open_split(recipe, split) for split in (recipe.data.train_split, recipe.data.eval_split)]
+    if any(split.labels is not None and split.labels.ndim == 2 for split in splits):
         raise UserError(
             f"data.source={recipe.data.source}: an image can have several labels, and classifiers on frozen features "
             "need one; fine-tune with eval/finetune.py instead"
@@ -405,9 +415,9 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
         micro_batches(pretraining, processes)
         source = open_training(pretraining, silent)
         training_rows(pretraining, source)
-        require_loss_for(pretraining, source)
         classes = classes_of(source, pretraining) if pretraining.objective.name == "supervised" else None
-        open_held_out(pretraining, source, silent)
+        held_out = open_held_out(pretraining, source, silent)
+        require_loss_for(pretraining, source, *([held_out[0]] if held_out else []))
         made = encoder_of(rehearse(pretraining, classes)[0])
         weights = checkpoint.Weights(made.state_dict(), Path(first.init), {})
     elif first.init != "scratch":
@@ -415,8 +425,7 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
     require_supervised(first)
     micro_batches(first, processes)
     source = open_training(first, silent)
-    require_loss_for(first, source)
-    open_test(first, source, silent)
+    require_loss_for(first, source, open_test(first, source, silent))
     for tuning in tunings:
         labelled_rows(tuning, source)
     encoder = encoder_of(rehearse(first, classes_of(source, first))[0])
@@ -451,7 +460,7 @@ def dry_run(recipe: RunConfig) -> str:
     found = count_cost(recipe, classes)
     images = planned_images(recipe)
     optim, micro = recipe.optim, recipe.runtime.micro_batch
-    states = 2 if optim.name == "adamw" else 1
+    states = 1 if optim.name == "sgd" else 2
     copies = 2 + states + (optim.average > 0)
     memory = found.parameters * 4 * copies + found.activation_bytes * micro
     hours = 3 * found.forward_flops * images / (cost.A100_FLOPS * cost.UTILIZATION) / 3600

@@ -108,7 +108,7 @@ def test_once_more_trains_nothing_and_says_the_same(compared):
 def test_another_comparison_in_the_folder_is_refused(compared):
     root, _ = compared
     other = command(COMPARE, "--recipe", root / "compare.yaml", "--output", root / "out", "seeds=[0]")
-    assert other.returncode == 2 and "holds another comparison;" in other.stderr and "--overwrite" in other.stderr
+    assert other.returncode == 2 and "holds another plan;" in other.stderr and "--overwrite" in other.stderr
 
 
 def test_what_would_stop_it_later_stops_it_before_it_starts(compared, tmp_path):

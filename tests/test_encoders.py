@@ -192,7 +192,7 @@ def test_first_values_of_a_vision_transformer():
 
 def test_first_values_of_convolutional_parts():
     torch.manual_seed(0)
-    hybrid = build_encoder("vit_tiny_r26_s32_224", image_size=64, depth=1, layers=(1, 1))
+    hybrid = build_encoder("vit_tiny_r26_s32_224", image_size=64, depth=1, layers=(1, 1, 1, 1))
     stage = hybrid.patch_embed.backbone.stages
     assert looks_lecun(stage[1].blocks[0].conv2.weight) and looks_lecun(hybrid.patch_embed.proj.weight)
     assert all(unit.norm3.weight.abs().max() == 0 for part in stage for unit in part.blocks)
@@ -274,7 +274,7 @@ def test_a_border_is_dropped_only_when_asked():
         ("vit_tiny_patch16_224", {"position": "relative", "position_at": "every_layer"}, "use stem"),
         ("vit_tiny_patch16_224", {"position": "none", "position_at": "every_layer"}, "use stem"),
         ("vit_tiny_patch16_224", {"position": "learned_2d", "embed_dim": 9, "num_heads": 3}, "even width, not 9"),
-        ("vit_tiny_patch16_224", {"position": "sincos_2d", "embed_dim": 10, "num_heads": 5}, "4 divides, not 10"),
+        ("vit_tiny_patch16_224", {"position": "sincos_2d", "embed_dim": 10, "num_heads": 5}, "that 4 divides, not 10"),
         ("vit_base_patch16_gap_224", {"pool": "token"}, "Token pooling needs the class token"),
         (
             "vit_tiny_patch16_224",
@@ -282,6 +282,12 @@ def test_a_border_is_dropped_only_when_asked():
             "does not go with the other keys of `model`: dim should be divisible by num_heads",
         ),
         ("vit_tiny_patch16_224", {"image_size": 8}, "use 16"),
+        ("vit_tiny_patch16_224", {"image_size": 8, "drop_border": True}, "use 16"),
+        ("vit_tiny_patch16_224", {"position": "sincos_2d", "embed_dim": 4, "num_heads": 1}, "a width from 8 on"),
+        ("vit_small_patch16_18x2_224", {"position": "learned_2d"}, "has blocks of its own"),
+        ("vit_base_patch16_xp_224", {"position": "relative"}, "has blocks of its own"),
+        ("vit_base_r50_s16_224", {"layers": (1,)}, "this model has 3 stages; give one number for each"),
+        ("resnetv2_50x1_bit", {"layers": (1, 1, 1, 1, 1)}, "this model has 4 stages"),
         ("vit_tiny_patch16_224", {"image_size": 8, "patch_size": 16}, "use 16"),
     ],
 )

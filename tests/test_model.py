@@ -180,6 +180,14 @@ def test_fixed_positions_are_computed_for_the_new_grid():
     assert torch.equal(new.pos_embed[:, 1:], sincos_table((6, 6), 24))
 
 
+@pytest.mark.parametrize("image_size", [16, 24])
+def test_learned_positions_do_not_become_fixed_ones(image_size):
+    with pytest.raises(UserError, match=r"pos_embed: learned there|shape of pos_embed"):
+        load_encoder(tiny_encoder(image_size, position="sincos_2d"), tiny_encoder().state_dict(), "there")
+    same = tiny_encoder(position="sincos_2d")
+    assert load_encoder(tiny_encoder(position="sincos_2d"), same.state_dict(), "there").resized is None
+
+
 @pytest.mark.parametrize(
     ("there", "here", "words"),
     [

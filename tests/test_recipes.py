@@ -326,6 +326,7 @@ AUGREG = {  # operations, magnitude, alpha of mixup
     "augreg_i1k_s16": (2, 15, 0.5),
     "augreg_i1k_b16": (2, 15, 0.5),
     "augreg_i1k_l16": (2, 15, 0.5),
+    "augreg_i1k_b16_strong2": (2, 20, 0.8),
     "augreg_i21k_b16": (2, 10, 0.2),
     "augreg_i21k_l16": (2, 15, 0.5),
 }
@@ -351,9 +352,10 @@ def test_augreg(name):
         image_size=224, crop="inception", crop_area=(0.05, 1.0), flip=True, eval_crop="center", resize=256,
         rand_augment=recipe.data.rand_augment, subset=0.99 if small else None,
     )  # fmt: skip
+    rate = 0.1 if name.endswith("strong2") else 0.0
     assert recipe.model == ModelConfig(
-        name=MODELS[name.split("_")[-1]], pool=None if small else "gap", head="mlp" if small else "linear",
-        head_bias=-6.9 if small else -10.0, dropout=0.0, drop_path=0.0,
+        name=MODELS[name.split("_")[2]], pool=None if small else "gap", head="mlp" if small else "linear",
+        head_bias=-6.9 if small else -10.0, dropout=rate, drop_path=rate,
     )  # fmt: skip
     assert recipe.objective == ObjectiveConfig(name="supervised", loss="sigmoid", label_smoothing=0.0, mixup=mixup)
     images = int(0.99 * IMAGES["i1k"]) if small else IMAGES["i21k"]
@@ -431,3 +433,40 @@ def test_a_command_of_the_page_can_be_run(command):
     words = shlex.split(command, comments=True)
     recipe, _ = config.load_run(words[words.index("--recipe") + 1], [word for word in words if "=" in word])
     wiring.rehearse(recipe, TWO_CLASSES if recipe.objective.name == "supervised" else None)
+
+
+# ---- studies
+
+
+def study_of(name):
+    plan = config.load_study(name)
+    runs = {
+        key: [config.load_run(recipe, [*more, f"data.subset={subset or 'null'}"])[0] for subset in plan.subsets]
+        for key, (recipe, *more) in plan.models.items()
+    }
+    return plan, runs
+
+
+def test_the_parts_of_jft_are_figure_4s():
+    plan, runs = study_of("scaling_jft")
+    assert plan.subsets == (9_000_000, 30_000_000, 90_000_000, None)
+    assert (plan.measures, plan.shots) == (("few_shot",), 5)
+    assert {run.model.name for parts in runs.values() for run in parts} == {
+        *("vit_base_patch32_224", "vit_base_patch16_224", "vit_large_patch32_224", "vit_large_patch16_224"),
+        *("resnetv2_50x1_bit", "resnetv2_152x2_bit"),
+    }
+    half = runs["ViT-b/32"][0].model  # "all hidden dimensions halved"
+    assert (half.embed_dim, half.mlp_dim, half.num_heads, half.depth) == (384, 1536, 6, None)
+
+
+def test_the_other_studies_cover_figures_3_and_5():
+    plan, runs = study_of("scaling_figure_3")
+    assert plan.measures == ("finetune",)
+    sources = {run.data.source.split(":")[0] + run.data.source[-40:] for parts in runs.values() for run in parts}
+    assert len(runs) == 13 and len(sources) == 3
+    plan, runs = study_of("scaling_figure_5")
+    assert {parts[0].model.name + str(parts[0].optim.steps) for parts in runs.values()} == {
+        load(f"supervised_jft_{key}").model.name + str(load(f"supervised_jft_{key}").optim.steps) for key in TABLE_6
+    }
+    plan, _ = study_of("scaling_i1k")
+    assert plan.subsets == (0.1, 0.3, 0.6, None)

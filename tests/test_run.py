@@ -381,7 +381,7 @@ def test_divergence_stops_and_leaves_only_finite_checkpoints(tiny, tmp_path):
         (["objective.corruption=0.01"], "objective.corruption=0.01 of 16 patches corrupts 0"),
         (["objective.target=colors_4x4", "model.patch_size=2"], "objective.target=colors_4x4 needs a patch size that 4 divides, not 2"),
         (["optim.learning_rate=[1e-3, 1e-2]"], "a list, which is for fine-tuning"),
-        (["model.name=vit_nano"], "timm knows no such model"),
+        (["model.name=vit_nano"], "no such model"),
     ],
 )  # fmt: skip
 def test_what_is_refused_before_anything_is_written(tiny, tmp_path, overrides, words):
@@ -616,8 +616,11 @@ def test_the_newest_finished_pretraining_is_found(tiny, tmp_path):
         file = tmp_path / "runs" / name / "summary.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "finished": when}))
     finetune(tiny(), tmp_path / "runs" / "tuned", "optim.learning_rate=0.01")
-    assert run_folder.newest_pretraining(tmp_path / "runs", []) == (tmp_path / "runs" / "new", "finetune_demo")
-    assert run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'runs' / 'old'}"]) == (None, "finetune_demo")
+    shape = ["model.embed_dim=32", "model.depth=2", "model.num_heads=2"]
+    found = run_folder.newest_pretraining(tmp_path / "runs", [])
+    assert found == (tmp_path / "runs" / "new", "finetune_demo", shape)
+    found = run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'runs' / 'old'}", "model.depth=3"])
+    assert found == (None, "finetune_demo", ["model.embed_dim=32", "model.num_heads=2"])
     pretrain(tiny(), tmp_path / "unnamed")
     with pytest.raises(UserError, match="names no fine-tuning recipe"):
         run_folder.newest_pretraining(tmp_path, [f"init={tmp_path / 'unnamed'}"])

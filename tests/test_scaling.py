@@ -22,7 +22,8 @@ def study(tmp_path):
             config.to_yaml(
                 config.load_run(
                     "finetune_demo",
-                    [key for key in SMALL if not key.startswith("model.")] + ["data.per_class=3", "data.holdout=0.34"],
+                    [key for key in SMALL if not key.startswith(("model.", "data.image_size"))]
+                    + ["data.per_class=3", "data.holdout=0.34", "data.image_size=24"],
                 )[0]
             )
         )
@@ -81,6 +82,7 @@ def test_the_papers_subsets_cost_the_same_and_are_printed(study):
         ({"models": {"a": []}}, "models.a names no recipe"),
         ({"models": {"a b": ["mpp_demo"], "a_b": ["mpp_demo"]}}, "have the same name"),
         ({"models": {"a": ["mpp_demoo"]}}, "no such recipe; did you mean mpp_demo?"),
+        ({"seeds": [0, 0]}, "names one twice"),
         ({"shots": 9}, "class 0 has 4 images"),
         ({"subsets": [50]}, "data.subset=50"),
         ({"measures": ["k_nn"]}, "measures must be"),

@@ -63,6 +63,9 @@ def test_what_cannot_be_had_together_is_refused_before_training(name, overrides,
         (["optim.schedule=staircase", "optim.milestones=[1, 1]"], "must rise within 1 .. optim.steps - 1"),
         (["data.erasing=2"], "data.erasing=2.0"),
         (["model.layers=[]"], "model.layers=[] must be positive numbers"),
+        (["model.head=mlp"], "model.head=mlp belongs to objective.name=supervised"),
+        (["objective.loss=sigmoid"], "objective.loss=sigmoid belongs to objective.name=supervised"),
+        (["optim.schedule=linear", "optim.end_learning_rate=1.0"], "is above optim.learning_rate"),
         (["model.pool=map"], "model.pool must be token or gap or patches or null"),
     ],
 )
@@ -85,11 +88,11 @@ def test_masked_patch_prediction_on_a_hybrid_warns_and_runs(tmp_path, capsys):
     assert summary["figures"]["loss"] > 0
 
 
-def parquet_of_labels(tmp_path, labels):
+def parquet_of_labels(tmp_path, labels, test=None):
     photos = sorted(noise_photos(tmp_path / "photos", len(labels)).iterdir())
-    table = pa.table({"image": [{"bytes": file.read_bytes(), "path": ""} for file in photos], "labels": labels})
-    for split in ("train", "validation"):
-        pq.write_table(table, tmp_path / f"{split}.parquet")
+    images = [{"bytes": file.read_bytes(), "path": ""} for file in photos]
+    for split, chosen in [("train", labels), ("validation", test or labels)]:
+        pq.write_table(pa.table({"image": images, "labels": chosen}), tmp_path / f"{split}.parquet")
     return f"data.source=parquet:{tmp_path}/{{split}}.parquet"
 
 
@@ -102,6 +105,35 @@ def test_softmax_on_several_labels_is_refused_and_sigmoid_learns_them(tmp_path):
     tuning = recipe_of("finetune_demo", source, "objective.loss=sigmoid", "data.per_class=null", "data.holdout=0.25")
     results = run.finetune(tuning, tmp_path / "tuned", QUIET)
     assert {record["metric"] for record in results} == {"loss", "accuracy"}
+
+
+def test_several_labels_in_the_test_split_alone_are_seen_before_training(tmp_path):
+    source = parquet_of_labels(tmp_path, [0, 1, 2] * 2, [[0, 1], [1], [2], [], [0], [2]])
+    for action, name in [(run.pretrain, "supervised_demo"), (run.finetune, "finetune_demo")]:
+        recipe = recipe_of(name, source, "data.per_class=null", "data.holdout=0.5")
+        assert "use objective.loss=sigmoid" in refusal(recipe, tmp_path / "run", action)
+    with pytest.raises(UserError, match="classifiers on frozen features need one"):
+        wiring.require_one_label(recipe)
+
+
+def test_images_that_are_mixed_come_in_pairs():
+    recipe = recipe_of("supervised_demo", "objective.mixup=0.2", "optim.batch_size=12", "runtime.micro_batch=8")
+    with pytest.raises(UserError, match="use runtime.micro_batch=6"):
+        wiring.micro_batches(recipe, 1)
+    with pytest.raises(UserError, match="use a batch size that 4"):
+        wiring.micro_batches(recipe_of("supervised_demo", "objective.mixup=0.2", "optim.batch_size=6"), 4)
+
+
+def test_a_border_that_is_dropped_is_told(tmp_path, capsys):
+    run.pretrain(
+        recipe_of("supervised_demo", "data.image_size=35", "model.drop_border=true"), tmp_path / "a", Console()
+    )
+    assert "3 of 35 pixels at the right and at the bottom are not seen" in capsys.readouterr().out
+
+
+def test_sigmoid_targets_stay_apart():
+    with pytest.raises(UserError, match="smaller than 0.5 for the sigmoid loss"):
+        recipe_of("supervised_demo", "objective.loss=sigmoid", "objective.label_smoothing=0.5")
 
 
 def test_a_class_token_does_not_go_with_gap(tmp_path):
