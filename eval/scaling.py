@@ -68,7 +68,8 @@ def _study(flags: command_line.argparse.Namespace) -> None:
     run_folder.require_own_folder(output, plan, config.load_study, flags.overwrite)
     for point in points:
         wiring.rehearse_arm(point.pretraining, list(point.tunings.values()))
-    _require_shots(points[0], plan)
+    for point in points:
+        _require_shots(point, plan)
 
     began = time.monotonic()
     tuned = "finetune" in plan.measures
@@ -110,8 +111,11 @@ def _point(name: str, values: Sequence[str], subset: float | None, plan: config.
     part = "all" if subset is None else str(subset)
     pretraining = config.load_run(recipe, [*overrides, f"data.subset={json.dumps(subset)}"])[0]
     init = f"init={below / name.replace(' ', '_').replace('/', '_') / part}"
-    shape = run_folder.model_overrides(pretraining, plan.finetune)
-    tunings = {seed: config.load_run(plan.finetune, [init, f"seed={seed}", *shape])[0] for seed in plan.seeds}
+    finetune = plan.finetune or pretraining.finetune
+    if finetune is None:
+        raise UserError(f"models.{name}: {recipe} names no fine-tuning recipe, so the study must (its key finetune)")
+    shape = run_folder.model_overrides(pretraining, finetune)
+    tunings = {seed: config.load_run(finetune, [init, f"seed={seed}", *shape])[0] for seed in plan.seeds}
     return Point(name, pretraining, tunings)
 
 
@@ -206,6 +210,7 @@ def _table(records: Sequence[Record], titles: dict[str, str]) -> str:
 
 
 def _report(plan: config.StudyConfig, table: str, minutes: float) -> str:
+    measured = f"`{plan.finetune}`" if plan.finetune else "the fine-tuning recipe that each model's recipe names"
     return "\n".join(
         [
             "# Scaling study",
@@ -216,7 +221,7 @@ def _report(plan: config.StudyConfig, table: str, minutes: float) -> str:
             "encoder was pre-trained once. Smaller parts of the training split lie within larger ones. exaFLOPs count "
             "a multiply-add as 2 and training as three forward passes, as the ViT paper's Table 6 does. A run is "
             "measured at its end; the paper stopped its runs on small parts of JFT early, at their best held-out "
-            f"accuracy. Measured by `{plan.finetune}`. Time of this call: {minutes:.1f} minutes.",
+            f"accuracy. Measured by {measured}. Time of this call: {minutes:.1f} minutes.",
             "",
             "![accuracy against images and compute](figures/scaling.png)",
             "",

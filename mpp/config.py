@@ -268,7 +268,8 @@ class StudyConfig:
 
     Attributes:
         models: name in the figures -> a pre-training recipe, and overrides of it.
-        finetune: the fine-tuning recipe: its labelled images, and how `finetune` measures.
+        finetune: the fine-tuning recipe: its labelled images, and how `finetune` measures; null for the one that
+            each model's own recipe names.
         subsets: values of `data.subset` in pre-training; null for all images.
         measures: few_shot: a linear classifier in closed form on frozen features; finetune: test accuracy after
             fine-tuning.
@@ -277,7 +278,7 @@ class StudyConfig:
     """
 
     models: dict[str, tuple[str, ...]]
-    finetune: str
+    finetune: str | None = None
     subsets: tuple[int | float | None, ...] = (None,)
     measures: tuple[Literal["few_shot", "finetune"], ...] = ("few_shot",)
     shots: int = 5

@@ -468,5 +468,6 @@ def test_the_other_studies_cover_figures_3_and_5():
     assert {parts[0].model.name + str(parts[0].optim.steps) for parts in runs.values()} == {
         load(f"supervised_jft_{key}").model.name + str(load(f"supervised_jft_{key}").optim.steps) for key in TABLE_6
     }
+    assert plan.finetune is None and all(parts[0].finetune for parts in runs.values())
     plan, _ = study_of("scaling_i1k")
     assert plan.subsets == (0.1, 0.3, 0.6, None)

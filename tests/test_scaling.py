@@ -83,6 +83,7 @@ def test_the_papers_subsets_cost_the_same_and_are_printed(study):
         ({"models": {"a b": ["mpp_demo"], "a_b": ["mpp_demo"]}}, "have the same name"),
         ({"models": {"a": ["mpp_demoo"]}}, "no such recipe; did you mean mpp_demo?"),
         ({"seeds": [0, 0]}, "names one twice"),
+        ({"finetune": None, "models": {"a": ["mpp_demo", "finetune=null"]}}, "so the study must"),
         ({"shots": 9}, "class 0 has 4 images"),
         ({"subsets": [50]}, "data.subset=50"),
         ({"measures": ["k_nn"]}, "measures must be"),
