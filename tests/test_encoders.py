@@ -302,3 +302,11 @@ def test_families_are_timms_modules():
 
     for module in FAMILIES:
         importlib.import_module(f"timm.models.{module}")
+
+
+def test_dropout_stands_where_the_paper_has_it():
+    encoder = shapeless("vit_tiny_patch16_224", depth=2, dropout=0.1, classes=3)
+    found = {name for name, part in encoder.named_modules() if isinstance(part, torch.nn.Dropout) and part.p == 0.1}
+    each = ("attn.proj_drop", "mlp.drop1", "mlp.drop2")
+    assert found == {"pos_drop", *(f"blocks.{block}.{place}" for block in range(2) for place in each)}
+    assert all(block.attn.attn_drop.p == 0 for block in encoder.blocks) and encoder.head_drop.p == 0

@@ -113,7 +113,10 @@ def test_only_the_first_process_speaks(runs):
 
 
 def test_supervised_and_finetuning_on_two_processes(tmp_path, tiny):
-    path = tiny(objective__name="supervised", data__source="synthetic:21")
+    path = tiny(
+        objective__name="supervised", data__source="synthetic:21", objective__mixup=0.5, objective__cutmix=1.0,
+        data__rand_augment="rand-m5-n1", data__erasing=0.3, optim__average=0.5, optim__layer_decay=0.8, model__head="mlp",
+    )  # fmt: skip
     accuracies = []
     for processes in (1, 2):
         output = tmp_path / str(processes)
