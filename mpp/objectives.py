@@ -199,7 +199,7 @@ class Supervised:
         labelled = (labels.reshape(len(labels), -1) >= 0).any(1).to(metrics.exact_type(labels.device))
         for k in (1, 5):
             if k < self.classes:
-                hits = metrics.top_k_hits(logits, labels, k) * labelled
+                hits = metrics.top_k_hits(logits, labels, k).to(labelled.dtype)
                 counts["accuracy" if k == 1 else f"top_{k}_accuracy"] = torch.stack([hits.sum(), labelled.sum()])
         return counts
 

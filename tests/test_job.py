@@ -167,6 +167,25 @@ def test_an_averaged_run_continues_bit_for_bit_and_is_measured_by_its_average(tm
     assert whole["figures"]["held_out_loss"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_fine_tuning_is_tested_by_its_average(tmp_path):
+    recipe = shrunk("finetune_b16")
+    recipe = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, average=0.8, learning_rate=0.3))
+    found = {record["metric"]: record["value"] for record in run.finetune(recipe, tmp_path / "run", QUIET)}
+    folder = checkpoint.complete(tmp_path / "run" / "checkpoints")[-1][1]
+    trained, average = load_file(folder / "state" / "trained.safetensors"), load_file(folder / "model.safetensors")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    split = sources.open_source("synthetic:16", "validation")
+    pixels = np.stack([data.whole_image(split.picture(row), 16) for row in range(16)]).transpose(0, 3, 1, 2)
+    losses = []
+    for weights in (average, trained):
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            logits = model(torch.from_numpy((pixels - 127.5) / 127.5).float())
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.from_numpy(split.labels).long()).item())
+    assert found["loss"] == pytest.approx(losses[0], rel=1e-5)
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
 FAMILIES = {
     "plain": {},
     "mean of all tokens": {"pool": "gap"},

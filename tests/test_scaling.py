@@ -61,6 +61,13 @@ def test_a_study_measures_every_point_alike_and_redoes_nothing(study, tmp_path):
     assert again.returncode == 0 and again.stdout.count("this run is finished") == 4 + 8
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == records
 
+    kept = next((tmp_path / "out" / "pretrain" / "labels").glob("all/few_shot.json"))
+    measured = json.loads(kept.read_text())
+    measured["accuracy"]["0"] = 0.123
+    kept.write_text(json.dumps(measured))
+    assert command(*arguments).returncode == 0
+    assert 0.123 in [r["value"] for r in json.loads((tmp_path / "out" / "results.json").read_text())]
+
     other = command(*arguments, "shots=1")
     assert other.returncode == 2 and "holds another plan" in other.stderr
 
