@@ -149,10 +149,10 @@ def _few_shot(point: Point, plan: config.StudyConfig, processes: Accelerator, ov
     kept = point.folder / "few_shot.json"
     recipe = next(iter(point.tunings.values()))
     measured = {"shots": plan.shots, "seeds": list(plan.seeds), "with": config.recipe_hash(recipe)}
-    if kept.is_file() and not overwrite:
-        found = read_json(kept)
-        if found.get("measured") == measured:
-            return [_record(point, seed, found["accuracy"][str(seed)]) for seed in plan.seeds]
+    found = read_json(kept) if kept.is_file() and not overwrite else {}
+    processes.wait_for_everyone()  # all have looked before one writes
+    if found.get("measured") == measured:
+        return [_record(point, seed, found["accuracy"][str(seed)]) for seed in plan.seeds]
     train, test = (wiring.open_split(recipe, split) for split in (recipe.data.train_split, recipe.data.eval_split))
     trained, mean, std = wiring.pretrained_model(point.pretraining, point.folder)
     trained.to(processes.device)
