@@ -124,8 +124,7 @@ def _print_costs(points: Sequence[Point]) -> None:
     print(f"{'model':<24} {'data.subset':>12} {'images seen':>15} {'parameters':>15} {'exaFLOPs':>10}")
     for point in points:
         recipe = point.pretraining
-        classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
-        found, images = wiring.count_cost(recipe, classes), wiring.planned_images(recipe)
+        found, images = wiring.count_cost(recipe, wiring.any_classes(recipe)), wiring.planned_images(recipe)
         subset = "all" if recipe.data.subset is None else str(recipe.data.subset)
         print(
             f"{point.name:<24} {subset:>12} {images:>15,} {found.parameters:>15,} "

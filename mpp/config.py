@@ -346,13 +346,17 @@ def _idle(key: str, config: RunConfig) -> bool:
     }.get(key, False)
 
 
+def _require_different(recipe: str, seeds: Sequence[int]) -> None:
+    if len(set(seeds)) < len(seeds):
+        raise UserError(f"{recipe}: seeds={list(seeds)} names one twice, which would count it twice")
+
+
 def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
     """A comparison from a recipe's name or path; raises as `load_run`."""
     config, _ = _load(CompareConfig, recipe, overrides)
     if not config.arms or not config.seeds:
         raise UserError(f"{recipe}: a comparison needs at least one arm and one seed")
-    if len(set(config.seeds)) < len(config.seeds):
-        raise UserError(f"{recipe}: seeds={list(config.seeds)} names one twice, which would count it twice")
+    _require_different(recipe, config.seeds)
     return config
 
 
@@ -363,8 +367,7 @@ def load_study(recipe: str, overrides: Sequence[str] = ()) -> StudyConfig:
         raise UserError(f"{recipe}: a study needs at least one of models, subsets, measures and seeds")
     if config.shots < 1:
         raise UserError(f"{recipe}: shots={config.shots} must be positive")
-    if len(set(config.seeds)) < len(config.seeds):
-        raise UserError(f"{recipe}: seeds={list(config.seeds)} names one twice, which would count it twice")
+    _require_different(recipe, config.seeds)
     for name, values in config.models.items():
         if not values:
             raise UserError(f"{recipe}: models.{name} names no recipe, such as [supervised_demo]")

@@ -302,7 +302,7 @@ def build_objective(
 ) -> Objective:
     """The objective of a recipe; raises UserError where it can't be had with this encoder."""
     chosen, model = recipe.objective, recipe.model
-    if optim_layers(recipe) and not isinstance(encoder, VisionTransformer):
+    if recipe.optim.layer_decay < 1 and not isinstance(encoder, VisionTransformer):
         raise UserError(
             f"optim.layer_decay={recipe.optim.layer_decay}: {model.name} has no layers of a Vision Transformer; use 1"
         )
@@ -357,11 +357,6 @@ def warn(recipe: RunConfig, encoder: Encoder, console: Console) -> None:
             f"warning: {recipe.model.name} is a hybrid. Its ResNet sees the pixels around a cell, so a masked cell's "
             "colour shows through its neighbours, and the task is easier than the paper's"
         )
-
-
-def optim_layers(recipe: RunConfig) -> bool:
-    """Whether layers learn at rates of their own."""
-    return recipe.optim.layer_decay < 1
 
 
 def require_loss_for(recipe: RunConfig, *splits: sources.Source) -> None:
@@ -446,6 +441,11 @@ def count_cost(recipe: RunConfig, classes: list[str] | None) -> cost.Cost:
     return cost.of_model(model, objective, {key: value.to("meta") for key, value in batch.items()})
 
 
+def any_classes(recipe: RunConfig) -> list[str] | None:
+    """A thousand classes, which stand for those of data that is not read."""
+    return ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+
+
 def exaflops(found: cost.Cost, images: int) -> float:
     """Of training on so many images: three forward passes each, as the ViT paper counts (Table 6)."""
     return 3 * found.forward_flops * images / 1e18
@@ -456,7 +456,7 @@ def dry_run(recipe: RunConfig) -> str:
 
     Raises UserError where the recipe can't be run.
     """
-    classes = ["a class"] * 1000 if recipe.objective.name == "supervised" else None
+    classes = any_classes(recipe)
     found = count_cost(recipe, classes)
     images = planned_images(recipe)
     optim, micro = recipe.optim, recipe.runtime.micro_batch
