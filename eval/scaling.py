@@ -3,12 +3,12 @@
 python eval/scaling.py --recipe scaling_demo --output runs/scaling
 """
 
+import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ if not __package__:  # run as a file: the repository's root takes the place of t
 import numpy as np
 from accelerate import Accelerator
 
-from mpp import command_line, config, console, data, model, pictures, probe, run, run_folder, wiring
+from mpp import command_line, config, console, evaluation, frozen, pictures, report, run, run_folder, wiring
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
 
@@ -102,8 +102,8 @@ def _study(flags: command_line.argparse.Namespace) -> None:
     pictures.draw_scaling(output / "figures" / "scaling.png", records, titles)
     table = _table(records, titles)
     minutes = (time.monotonic() - began) / 60
-    write_text(output / "report.md", _report(plan, table, minutes))
-    screen.say(f"\n{table}\n\nreport: {output / 'report.md'}, picture: {output / 'figures'} ({minutes:.1f} min)")
+    report.write(output, _report(plan, table, minutes))
+    screen.say(f"\n{table}\n\nreport: {output / 'report.html'}, picture: {output / 'figures'} ({minutes:.1f} min)")
 
 
 def _point(name: str, values: Sequence[str], subset: float | None, plan: config.StudyConfig, below: Path) -> Point:
@@ -137,7 +137,7 @@ def _require_shots(point: Point, plan: config.StudyConfig) -> None:
     if "few_shot" in plan.measures:
         recipe = next(iter(point.tunings.values()))
         wiring.require_one_label(recipe)
-        data.labelled_rows(wiring.open_split(recipe, recipe.data.train_split), 0, plan.shots, 0.0)
+        frozen.shot_rows(wiring.open_split(recipe, recipe.data.train_split), 0, plan.shots)
 
 
 def _few_shot(point: Point, plan: config.StudyConfig, processes: Accelerator, overwrite: bool) -> list[Record]:
@@ -152,23 +152,23 @@ def _few_shot(point: Point, plan: config.StudyConfig, processes: Accelerator, ov
     processes.wait_for_everyone()  # all have looked before one writes
     if found.get("measured") == measured:
         return [_record(point, seed, found["accuracy"][str(seed)]) for seed in plan.seeds]
-    train, test = (wiring.open_split(recipe, split) for split in (recipe.data.train_split, recipe.data.eval_split))
-    trained, mean, std = wiring.pretrained_model(point.pretraining, point.folder)
-    trained.to(processes.device)
-    view = wiring.view_of(point.pretraining)
-    workers = wiring.worker_count(point.pretraining, processes.num_processes)
-
-    def features(source: Any, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        found = probe.features(
-            partial(model.represent, trained), trained, source, rows, view, mean, std, workers=workers
-        )
-        return found, np.asarray(source.labels)[rows]
-
-    tested = features(test, np.arange(len(test)))
-    accuracy = {}
-    for seed in plan.seeds:
-        rows, _ = data.labelled_rows(train, seed, plan.shots, 0.0)
-        accuracy[str(seed)] = probe.few_shot_accuracy(features(train, rows), tested, len(train.classes or []))
+    cut = point.pretraining.data
+    resize = cut.resize if cut.eval_crop == "center" else None
+    own = dataclasses.replace(
+        recipe.data, image_size=cut.image_size, crop="inception", eval_crop=cut.eval_crop, resize=resize
+    )
+    train, test = evaluation.open_labelled(recipe)
+    hits = frozen.few_shot(
+        evaluation.reader(dataclasses.replace(recipe, data=own), processes),
+        train,
+        test,
+        np.arange(len(test)),
+        shots=[plan.shots],
+        seeds=plan.seeds,
+        form=recipe.probe.form,
+        strength=recipe.probe.strength,
+    )
+    accuracy = {str(seed): float(hits[plan.shots, seed].mean()) for seed in plan.seeds}
     if processes.is_main_process:
         write_text(kept, json.dumps({"measured": measured, "accuracy": accuracy}))
     processes.wait_for_everyone()
@@ -191,21 +191,17 @@ def _record(point: Point, seed: int, value: float) -> Record:
 
 def _table(records: Sequence[Record], titles: dict[str, str]) -> str:
     metrics = [metric for metric in titles if any(record["metric"] == metric for record in records)]
-    lines = [
-        "| model | trained on | images seen | parameters | exaFLOPs | " + " | ".join(titles[m] for m in metrics) + " |",
-        "| --- " * (5 + len(metrics)) + "|",
-    ]
+    header = ["model", "trained on", "images seen", "parameters", "exaFLOPs", *(titles[m] for m in metrics)]
+    rows = []
     for init in dict.fromkeys(record["init"] for record in records):
         mine = [record for record in records if record["init"] == init]
         first, cells = mine[0], []
         for metric in metrics:
             values = np.array([record["value"] for record in mine if record["metric"] == metric])
             cells.append(f"{values.mean():.3f}" + (f" ± {values.std(ddof=1):.3f}" if len(values) > 1 else ""))
-        lines.append(
-            f"| {first['arm']} | {first['train_images']:,} | {first['images']:,} | {first['parameters']:,} | "
-            f"{first['exaflops']:.3g} | {' | '.join(cells)} |"
-        )
-    return "\n".join(lines)
+        counts = [f"{first[key]:,}" for key in ("train_images", "images", "parameters")]
+        rows.append([first["arm"], *counts, f"{first['exaflops']:.3g}", *cells])
+    return report.table(header, rows)
 
 
 def _report(plan: config.StudyConfig, table: str, minutes: float) -> str:
@@ -224,9 +220,9 @@ def _report(plan: config.StudyConfig, table: str, minutes: float) -> str:
             "",
             "![accuracy against images and compute](figures/scaling.png)",
             "",
-            "| model | recipe and overrides |",
-            "| --- | --- |",
-            *[f"| {name} | `{' '.join(values)}` |" for name, values in plan.models.items()],
+            report.table(
+                ["model", "recipe and overrides"], [[name, f"`{' '.join(v)}`"] for name, v in plan.models.items()]
+            ),
             "",
         ]
     )

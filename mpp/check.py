@@ -1,12 +1,11 @@
 """What is in a source: reads every image once, and reports what a training run would meet."""
 
 import argparse
-import hashlib
 import io
 import json
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,18 +13,17 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from mpp import command_line, decoding, shards, sources
-from mpp.data import cores, outlive_signals, start_method
+from mpp import command_line, contents, decoding, shards, sources
+from mpp.data import cores
 from mpp.errors import ImageError, UserError
 from mpp.files import write_text
 from mpp.shards import Columns
 from mpp.sources import Source
 
 _SHOWN = 10
-_BATCH = 32
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def check_split(source: Source, split: str, workers: int) -> Report:
     turned = 0
     classes, trouble, label_counts = _classes(source)
     with (
-        closing(_facts(source, workers)) as facts,
+        closing(contents.in_batches(_Facts(source), range(count), workers)) as facts,
         tqdm(total=count, desc=f"reading {split}", unit="img", unit_scale=True, disable=None) as bar,
     ):
         for batch in facts:
@@ -108,23 +106,6 @@ def _classes(source: Source) -> tuple[dict[str, int] | None, str, np.ndarray | N
     return dict(zip(classes, counts.tolist(), strict=True)), "", several
 
 
-def _facts(source: Source, workers: int) -> Generator[list[dict[str, Any]], None, None]:
-    count = len(source)
-    loader = DataLoader(
-        _Facts(source),
-        batch_sampler=[list(range(start, min(start + _BATCH, count))) for start in range(0, count, _BATCH)],
-        num_workers=workers,
-        collate_fn=list,
-        worker_init_fn=outlive_signals,
-        multiprocessing_context=start_method(workers),
-    )
-    for batch in loader:
-        for fact in batch:
-            if isinstance(fact, UserError):
-                raise fact
-        yield batch
-
-
 @dataclass(frozen=True)
 class _Facts(Dataset):
     source: Source
@@ -134,7 +115,7 @@ class _Facts(Dataset):
         fact |= {"turned": False, "error": ""}
         try:
             encoded = self._encoded(row)
-            fact |= {"bytes": len(encoded), "digest": int.from_bytes(hashlib.sha256(encoded).digest()[:8], "little")}
+            fact |= {"bytes": len(encoded), "digest": contents.hash_of(encoded)}
             seen = decoding.decode_whole(encoded, self.source.name(row))
             fact |= {"width": seen.width, "height": seen.height, **_described(encoded)}
             if isinstance(self.source, sources.Pictures):

@@ -14,12 +14,19 @@ from mpp.errors import ImageError, Stopped, UserError
 
 
 def parse(
-    argv: Sequence[str] | None, *, command: str, purpose: str, example: str, recipe: str | None = None
+    argv: Sequence[str] | None,
+    *,
+    command: str,
+    purpose: str,
+    example: str,
+    recipe: str | None = None,
+    more: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> argparse.Namespace:
     """Flags of interface: recipe, overrides, output, overwrite, dry_run.
 
     Args:
         recipe: taken where none is named; None where the entry point finds one itself.
+        more: adds the entry point's own flags.
     """
     parser = argparse.ArgumentParser(
         prog=command,
@@ -31,6 +38,7 @@ def parse(
     parser.add_argument("--output", type=Path, metavar="DIR", help="the run's folder; default runs/RECIPE")
     parser.add_argument("--overwrite", action="store_true", help="start again where the folder already holds a run")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its cost; train nothing")
+    more(parser)
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="a recipe's key, such as optim.learning_rate=3e-4"
     )

@@ -24,8 +24,8 @@ from mpp.errors import UserError
 from mpp.files import write_text
 
 # Keys and sections that do not change the results of a run: what is done about an image that can't be read
-# does not change what was trained before it was met.
-MAY_DIFFER = ("runtime", "finetune", "data.on_error", "data.max_broken")
+# does not change what was trained before it was met, and probes only look on.
+MAY_DIFFER = ("runtime", "finetune", "probe", "data.on_error", "data.max_broken", "data.max_overlap")
 
 
 def plain(value: Any) -> Any:
@@ -41,6 +41,9 @@ class DataConfig:
         source: demo, folder:PATH, hub:NAME[@REVISION], parquet:GLOB, wds:GLOB or synthetic:N.
         train_split: the split that is trained on.
         eval_split: held-out images; in fine-tuning the test split, read once at the end.
+        choice_split: a split of its own on which fine-tuning chooses its learning rate, in place of `holdout`; what
+            is trained at the end is trained on both.
+        task: the name of a row of `mpp/tasks.py`, whose published numbers of images and classes must then be met.
         image_column: where the source has columns, the one with the images; null for the only one that can be.
         label_column: the same for the labels.
         image_size: side of the square that the model sees, in pixels.
@@ -63,11 +66,16 @@ class DataConfig:
         per_class: labelled training images of each class to use, chosen by the seed; null for all.
         holdout: share of each training class on which fine-tuning chooses its learning rate; where images can
             have several labels, of all training images.
+        max_overlap: test images that may stand among the training images, too; for data sets in which so many
+            are known.
+        shuffle_labels: give the training images each other's labels: a control that must score at chance.
     """
 
     source: str
     train_split: str = "train"
     eval_split: str = "validation"
+    choice_split: str | None = plain(None)
+    task: str | None = plain(None)
     image_column: str | None = plain(None)
     label_column: str | None = plain(None)
     image_size: int = 224
@@ -84,6 +92,8 @@ class DataConfig:
     subset: int | float | None = plain(None)
     per_class: int | None = plain(None)
     holdout: float = 0.01
+    max_overlap: int = plain(0)
+    shuffle_labels: bool = plain(False)
 
 
 @dataclass(frozen=True)
@@ -213,6 +223,8 @@ class RuntimeConfig:
         log_every, eval_every, save_every: in steps; 0 for only at the end.
         keep: newest checkpoints that stay on disk.
         log_inputs: write what every step read to `inputs/process_R.jsonl`.
+        tracker: where metrics are sent beside `metrics.jsonl`, by accelerate; the package of that name must be
+            installed.
     """
 
     micro_batch: int = 128
@@ -224,6 +236,44 @@ class RuntimeConfig:
     save_every: int = 0
     keep: int = 2
     log_inputs: bool = False
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
+
+
+@dataclass(frozen=True)
+class ProbeConfig:
+    """Classifiers on frozen features, during pre-training and in `eval/few_shot.py` and `eval/linear_probe.py`.
+
+    Attributes:
+        every: steps of a pre-training from one probe to the next, a multiple of `runtime.log_every`; 0 for none.
+        source: the labelled images of a pre-training's probes; null for those of `data`.
+        train_split, test_split: of that source; null for the splits of `data`.
+        test_images: at most so many test images in a pre-training's probes, a fixed random part.
+        shots: labelled images of each class.
+        seeds: each draws other labelled images; what is told is the mean.
+        features: token (the class token), patches (the mean of the patch tokens), or null: what a classifier's
+            last layer reads, and the patches after masked patch prediction.
+        block: read the tokens after so many blocks, normalised as at the end; null for all.
+        form: whitened (Google's code: standardised features and a constant), or plain (the paper's sentence).
+        strength: of the regularisation of few-shot regression.
+        neighbors: of the k-nearest-neighbour classifier; each is told.
+        temperature: of its weights, exp(cosine / temperature).
+        strengths: inverse regularisation (scikit-learn's C) that the linear classifier chooses from.
+    """
+
+    every: int = 0
+    source: str | None = None
+    train_split: str | None = None
+    test_split: str | None = None
+    test_images: int = 2000
+    shots: tuple[int, ...] = (1, 5, 10, 25)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    features: Literal["token", "patches"] | None = None
+    block: int | None = None
+    form: Literal["whitened", "plain"] = "whitened"
+    strength: float = 1024.0
+    neighbors: tuple[int, ...] = (20,)
+    temperature: float = 0.07
+    strengths: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0)
 
 
 @dataclass(frozen=True)
@@ -233,6 +283,9 @@ class RunConfig:
     Attributes:
         init: where the weights come from, a REF or scratch.
         finetune: the recipe with which `eval/finetune.py` fine-tunes this run.
+        tests: further test sets of a fine-tuning, name -> source. `imagenet_real` takes no source (null) but other
+            labels for ImageNet's test split; `objectnet` has a mapping of its own; in any other the classes must
+            be the training split's, by name or by ImageNet's numbers.
     """
 
     data: DataConfig
@@ -243,6 +296,11 @@ class RunConfig:
     seed: int = 0
     init: str = "scratch"
     finetune: str | None = None
+    tests: dict[str, str | None] = field(default_factory=dict, metadata={"plain": True})
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
+
+
+BASELINES = Literal["chance", "raw_pixels", "random_encoder", "shuffled_labels"]
 
 
 @dataclass(frozen=True)
@@ -250,16 +308,28 @@ class CompareConfig:
     """A comparison of pre-training methods under one fine-tuning.
 
     Attributes:
-        finetune: the one fine-tuning recipe of all arms.
+        tasks: name of a data set -> the one fine-tuning recipe of all arms on it, and overrides. Where the name is
+            a row of `mpp/tasks.py`, its splits and preprocessing are taken from there.
         seeds: of the fine-tunings; arms are paired on them.
-        arms: name -> pre-training recipe, a REF, or scratch.
+        arms: name -> pre-training recipe, a REF, or scratch; or a list of that and overrides: of the pre-training as
+            pretraining.KEY=VALUE, or of the fine-tuning, with which an arm is no longer comparable and is told apart.
+        choice_seeds: of these, the ones with which each arm's learning rate is chosen, for all seeds.
         baselines: measured beside the arms, on the same labelled images.
+        probes: classifiers on each arm's frozen encoder, as the fine-tuning recipe's `probe` says.
+        published: arm -> the accuracy that was published for it on the first data set.
+        published_recipes: arm -> the recipe of the published pre-training; null where it is the arm's own.
+        published_finetune: the recipe of the published fine-tuning; what differs from it is listed.
     """
 
-    finetune: str
+    tasks: dict[str, tuple[str, ...]]
     seeds: tuple[int, ...]
-    arms: dict[str, str]
-    baselines: tuple[Literal["chance", "raw_pixels", "random_encoder"], ...] = ()
+    arms: dict[str, str | tuple[str, ...]]
+    choice_seeds: tuple[int, ...]
+    baselines: tuple[BASELINES, ...] = ()
+    probes: tuple[Literal["linear", "few_shot"], ...] = ()
+    published: dict[str, float] = field(default_factory=dict)
+    published_recipes: dict[str, str | None] = field(default_factory=dict)
+    published_finetune: str | None = None
 
 
 @dataclass(frozen=True)
@@ -338,7 +408,7 @@ def _idle(key: str, config: RunConfig) -> bool:
         "objective.label_smoothing": not supervised,
         "model.head": not supervised,
         "data.crop_area": config.data.crop != "inception",
-        "data.holdout": not isinstance(optim.learning_rate, tuple),
+        "data.holdout": not isinstance(optim.learning_rate, tuple) or config.data.choice_split is not None,
         "optim.beta1": optim.name == "sgd",
         "optim.beta2": optim.name == "sgd",
         "optim.momentum": optim.name != "sgd",
@@ -354,9 +424,21 @@ def _require_different(recipe: str, seeds: Sequence[int]) -> None:
 def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
     """A comparison from a recipe's name or path; raises as `load_run`."""
     config, _ = _load(CompareConfig, recipe, overrides)
-    if not config.arms or not config.seeds:
-        raise UserError(f"{recipe}: a comparison needs at least one arm and one seed")
+    if not config.arms or not config.seeds or not config.tasks:
+        raise UserError(f"{recipe}: a comparison needs at least one arm, one seed and one task")
     _require_different(recipe, config.seeds)
+    _require_different(recipe, config.choice_seeds)
+    if not config.choice_seeds or not set(config.choice_seeds) <= set(config.seeds):
+        raise UserError(
+            f"{recipe}: choice_seeds={list(config.choice_seeds)} must be some of seeds={list(config.seeds)}"
+        )
+    for kind, chosen in (("tasks", config.tasks), ("arms", config.arms)):
+        for name, values in chosen.items():
+            if not values:
+                raise UserError(f"{recipe}: {kind}.{name} names nothing")
+    for name in [*config.published, *config.published_recipes]:
+        if name not in config.arms:
+            raise UserError(f"{recipe}: published figures for {name}, which is no arm; arms: {', '.join(config.arms)}")
     return config
 
 
@@ -376,7 +458,7 @@ def load_study(recipe: str, overrides: Sequence[str] = ()) -> StudyConfig:
 
 def check_run(config: RunConfig) -> None:
     """Raises UserError where values contradict each other or lie outside their range."""
-    data, optim, objective, runtime = config.data, config.optim, config.objective, config.runtime
+    data, optim, objective, runtime, probe = config.data, config.optim, config.objective, config.runtime, config.probe
     rates = optim.learning_rate if isinstance(optim.learning_rate, tuple) else (optim.learning_rate,)
     smallest, largest = data.crop_area
     for holds, message in [
@@ -405,6 +487,25 @@ def check_run(config: RunConfig) -> None:
         ),
         (data.per_class is None or data.per_class > 0, f"data.per_class={data.per_class} must be positive"),
         (0 <= data.holdout < 1, f"data.holdout={data.holdout} must lie in [0, 1)"),
+        (data.max_overlap >= 0, f"data.max_overlap={data.max_overlap} must not be negative"),
+        (
+            data.choice_split not in (data.train_split, data.eval_split),
+            f"data.choice_split={data.choice_split} must be neither the training split nor the test split",
+        ),
+        (
+            data.choice_split is None or data.per_class is None,
+            f"data.per_class={data.per_class} draws from the training split alone; it does not go with "
+            f"data.choice_split={data.choice_split}",
+        ),
+        (
+            data.choice_split is None or data.subset is None,
+            f"data.subset={data.subset} is of the training split alone; it does not go with "
+            f"data.choice_split={data.choice_split}",
+        ),
+        (
+            not (data.shuffle_labels and objective.name == "mpp"),
+            "data.shuffle_labels=true: masked patch prediction reads no labels; leave it out",
+        ),
         *[
             (value is None or value > 0, f"model.{name}={value} must be positive, or null")
             for name, value in dataclasses.asdict(config.model).items()
@@ -502,6 +603,36 @@ def check_run(config: RunConfig) -> None:
             "so that what is saved was seen to be finite",
         ),
         (runtime.keep > 0, f"runtime.keep={runtime.keep} must be positive"),
+        (
+            probe.every >= 0 and probe.every % runtime.log_every == 0,
+            f"probe.every={probe.every} must be a multiple of runtime.log_every={runtime.log_every}",
+        ),
+        *[
+            (
+                bool(values) and all(value > 0 for value in values) and len(set(values)) == len(values),
+                f"probe.{name}={list(values)} must be positive numbers, each once",
+            )
+            for name, values in [
+                ("shots", probe.shots),
+                ("neighbors", probe.neighbors),
+                ("strengths", probe.strengths),
+            ]
+        ],
+        (
+            bool(probe.seeds)
+            and all(0 <= seed < 2**32 for seed in probe.seeds)
+            and len(set(probe.seeds)) == len(probe.seeds),
+            f"probe.seeds={list(probe.seeds)} must lie in 0 .. 2**32 - 1, each once",
+        ),
+        *[
+            (value > 0, f"probe.{name}={value} must be positive")
+            for name, value in [
+                ("strength", probe.strength),
+                ("temperature", probe.temperature),
+                ("test_images", probe.test_images),
+            ]
+        ],
+        (probe.block is None or probe.block > 0, f"probe.block={probe.block} must be positive, or null"),
     ]:
         if not holds:
             raise UserError(message)
@@ -519,7 +650,11 @@ def to_yaml(config: RunConfig | CompareConfig | StudyConfig) -> str:
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
     """Keys that change results and differ, as `key: before there, after here`."""
     old, new = dict(_flat(_plain(before))), dict(_flat(_plain(after)))
-    return [f"{key}: {old[key]} there, {new[key]} here" for key in old if not _may_differ(key) and old[key] != new[key]]
+    return [
+        f"{key}: {old.get(key)} there, {new.get(key)} here"
+        for key in {**old, **new}
+        if not _may_differ(key) and old.get(key) != new.get(key)
+    ]
 
 
 def _may_differ(key: str) -> bool:
@@ -530,6 +665,11 @@ def recipe_hash(config: RunConfig) -> str:
     """Twelve digits that are equal where everything that changes results is equal."""
     values = {key: value for key, value in _flat(_plain(config)) if not _may_differ(key)}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def flat(config: RunConfig) -> dict[str, Any]:
+    """Plain values by dotted keys."""
+    return dict(_flat(_plain(config)))
 
 
 def _plain(config: Any) -> dict[str, Any]:

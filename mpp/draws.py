@@ -23,6 +23,8 @@ PURPOSES = {
     "replacement": 10,
     "part": 11,
     "mixing": 12,
+    "shuffled labels": 13,
+    "resampling": 14,
 }
 _LIMIT = 2**32
 

@@ -15,7 +15,7 @@ import torch
 from timm.layers import Attention, HybridEmbed, StdConv2d, StdConv2dSame, lecun_normal_
 from timm.models import ResNetV2, VisionTransformer, model_entrypoint
 from timm.models.vision_transformer import Block
-from torch import Tensor, nn
+from torch import nn
 
 from mpp.errors import UserError
 from mpp.patches import grid_size
@@ -362,18 +362,6 @@ def set_pixel_statistics(encoder: Encoder, mean: Sequence[float], std: Sequence[
     """Notes mean and standard deviation of the pixels, which a checkpoint's `config.json` then carries."""
     config: Any = encoder.pretrained_cfg
     config.update(mean=tuple(mean), std=tuple(std))
-
-
-def mean_feature(encoder: Encoder, images: Tensor) -> Tensor:
-    """Mean over the places of an image after the final norm, [batch, width]: patch tokens, or cells of a map.
-
-    Args:
-        images: float [batch, channel, height, width], normalised.
-    """
-    found = encoder.forward_features(images)
-    if isinstance(encoder, ResNetV2):
-        return found.mean((2, 3))
-    return found[:, encoder.num_prefix_tokens :].mean(1)
 
 
 # By timm's module. A function takes the name, image_size, classes and the shape.

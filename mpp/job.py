@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from timm.models import VisionTransformer
@@ -23,12 +24,14 @@ from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import Stopped
 from mpp.files import write_json_lines
+from mpp.frozen import Probes
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
-from mpp.objectives import Objective
+from mpp.objectives import Objective, Supervised
 from mpp.optim import RunningAverage, build_optimizer, lr_at
 from mpp.sources import Source
-from mpp.train import measure, train
+from mpp.tracking import tracking
+from mpp.train import classify, measure, train
 from mpp.wiring import HeldOut
 
 _SAME_SIGNAL_SECONDS = 2.0
@@ -43,6 +46,7 @@ class Job:
         model: what is trained; the loop moves it to its device.
         rows: rows of `source` to train on.
         held_out: (source, rows) measured during and after training; None for none.
+        probes: frozen features looked at during training; None for none.
         classes: names of the outputs of the encoder's head, if it has one.
         inputs: fingerprints of what the run reads.
     """
@@ -58,6 +62,7 @@ class Job:
     held_out: HeldOut | None
     classes: list[str] | None
     inputs: dict[str, str]
+    probes: Probes | None = None
 
 
 def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
@@ -65,7 +70,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
 
     Args:
         title: of the progress bar and the lines.
-        lines: whether to say what is logged.
+        lines: whether to say what is logged, and to send it to the tracker.
     """
     recipe, accelerator, folder = job.recipe, job.accelerator, job.folder
     optim, runtime = recipe.optim, recipe.runtime
@@ -127,7 +132,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         recipe.seed,
         wiring.view_of(recipe),
         job.objective.per_sample,
-        labels=wiring.labels_of(recipe, job.source),
+        labels=wiring.training_labels(recipe, job.source, job.rows),
         replace=recipe.data.on_error == "replace",
         window=recipe.data.shuffle_shards,
     )
@@ -146,6 +151,9 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     )
     if runtime.log_inputs:
         batches = _log_inputs(batches, folder / "inputs" / f"process_{process}.jsonl", first_step, micro_batches)
+    evaluations = [(runtime.eval_every, lambda: _held_out_figures(measured))]
+    if job.probes is not None:
+        evaluations.append((recipe.probe.every, lambda: _probe_figures(measured)))
     began = time.monotonic()
 
     def log(step: int, numbers: dict[str, float]) -> None:
@@ -163,6 +171,7 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         if accelerator.is_main_process:
             with (folder / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(last) + "\n")
+        send(step, last)
         if lines:
             job.console.say(_line(title, last, optim.steps))
         if numbers.get("target_classes") == 1:
@@ -196,7 +205,8 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             )
         accelerator.wait_for_everyone()
 
-    with closing(batches), _stop_signals() as received:  # loader processes end even after a defect
+    tracker = tracking(accelerator, runtime.tracker if lines else "none", folder, config.flat(recipe))
+    with closing(batches), _stop_signals() as received, tracker as send:  # loader processes end even after a defect
 
         def stop_wanted() -> bool:
             if processes == 1:
@@ -229,11 +239,10 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
             micro_batches=micro_batches,
             clip_norm=optim.clip_norm,
             log_every=runtime.log_every,
-            eval_every=runtime.eval_every,
             save_every=runtime.save_every,
             tally=tally,
             log=log,
-            evaluate=lambda: _held_out_figures(measured),
+            evaluations=evaluations,
             save=save,
             stop_wanted=stop_wanted,
             track=lambda steps: job.console.track(steps, title, optim.batch_size),
@@ -252,22 +261,36 @@ def _held_out_figures(job: Job) -> dict[str, float]:
     return {f"held_out_{name}": value for name, value in measure_rows(job, job.held_out).items()}
 
 
+def _probe_figures(job: Job) -> dict[str, float]:
+    assert job.probes is not None
+    return job.probes.measure(job.model, job.accelerator)
+
+
 def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
-    recipe, accelerator = job.recipe, job.accelerator
+    """The objective's numbers on rows of a source, each counted once over all processes."""
     source, rows = held_out
-    samples = data.HeldOutSamples(
-        source, rows, wiring.view_of(recipe), job.objective.per_held_out_sample, wiring.labels_of(recipe, source)
-    )
-    batches = data.held_out_batches(
-        samples,
+    with closing(_held_out_batches(job, source, rows, wiring.labels_of(job.recipe, source))) as batches:
+        return measure(job.accelerator, job.model, job.objective, batches)
+
+
+def classify_source(job: Job, source: Source, labels: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
+    """The numbers of a whole source under some labels, and the most likely classes of each image, as `classify`."""
+    assert isinstance(job.objective, Supervised)
+    with closing(_held_out_batches(job, source, range(len(source)), labels)) as batches:
+        return classify(job.accelerator, job.model, job.objective, batches, len(source))
+
+
+def _held_out_batches(job: Job, source: Source, rows: wiring.Rows, labels: np.ndarray | None) -> data.Batches:
+    recipe, accelerator = job.recipe, job.accelerator
+    view = wiring.view_of(recipe)
+    return data.held_out_batches(
+        data.HeldOutSamples(source, rows, view, job.objective.per_held_out_sample, labels),
         micro_batch=recipe.runtime.micro_batch,
         processes=accelerator.num_processes,
         process=accelerator.process_index,
         workers=wiring.worker_count(recipe, accelerator.num_processes),
         device=accelerator.device,
     )
-    with closing(batches):
-        return measure(accelerator, job.model, job.objective, batches)
 
 
 @lru_cache(maxsize=1)

@@ -2,8 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
+
+BEST = 5  # classes that are kept of each prediction
 
 
 def sum_and_count(values: Tensor) -> Tensor:
@@ -40,6 +43,27 @@ def top_k_hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """
     best = logits.topk(k, dim=-1).indices
     return (best[:, :, None] == labels.reshape(len(labels), 1, -1)).flatten(1).any(dim=-1)
+
+
+def hits(best: np.ndarray, labels: np.ndarray, k: int = 1) -> np.ndarray:
+    """Whether a label is among the k most likely classes, bool [image].
+
+    Args:
+        best: int [image, class], most likely first.
+        labels: int [image], or [image, most] of which any will do, padded with -1.
+    """
+    return (best[:, :k, None] == labels.reshape(len(labels), 1, -1)).any(axis=(1, 2))
+
+
+def accuracies(best: np.ndarray, labels: np.ndarray) -> dict[str, float]:
+    """Top-1 and top-5 accuracy over the images that have a label, by `hits`; none where no image has one."""
+    labelled = (labels.reshape(len(labels), -1) >= 0).any(1)
+    if not labelled.any():
+        return {}
+    found = {"accuracy": float(hits(best, labels)[labelled].mean())}
+    if best.shape[1] == BEST:
+        found["top_5_accuracy"] = float(hits(best, labels, BEST)[labelled].mean())
+    return found
 
 
 class Tally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from timm.layers import lecun_normal_
@@ -9,9 +10,11 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from mpp.corruption import corrupt, take
-from mpp.encoders import Encoder, mean_feature
+from mpp.encoders import Encoder
 from mpp.errors import UserError
 from mpp.positions import resize_line, resize_table, sincos_table
+
+Kind = Literal["token", "patches"]
 
 
 class MaskedPatchModel(nn.Module):
@@ -71,13 +74,13 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.constant_(self.head.bias, bias)
 
-    def represent(self, images: Tensor) -> Tensor:
-        """What the last layer reads, [batch, width], of normalised images, [batch, channel, height, width]."""
-        return torch.tanh(self.pre_logits(self.encoder(images)))
+    def hidden(self, pooled: Tensor) -> Tensor:
+        """What the last layer reads, [batch, width], from what the encoder gives, of the same shape."""
+        return torch.tanh(self.pre_logits(pooled))
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, [batch, class]."""
-        return self.head(self.represent(images))
+        return self.head(self.hidden(self.encoder(images)))
 
 
 def encoder_of(model: nn.Module) -> Encoder:
@@ -87,21 +90,47 @@ def encoder_of(model: nn.Module) -> Encoder:
     return encoder
 
 
-def represent(model: nn.Module, images: Tensor) -> Tensor:
+def represent(model: nn.Module, images: Tensor, kind: Kind | None = None, block: int | None = None) -> Tensor:
     """What a model knows of an image, [batch, width], as frozen features for other tasks.
-
-    What the last layer of a classifier reads; of masked patch prediction, which has no such vector, the mean of
-    the patch tokens.
 
     Args:
         images: float [batch, channel, height, width], normalised.
+        kind: token: the class token. patches: the mean of the patch tokens, or of a ResNet's map. None: what the
+            last layer of a classifier reads; of masked patch prediction, which has no such vector, as patches.
+        block: of the encoder, from 1 on, whose tokens are taken, as if it were the last; None for the last.
+
+    Raises:
+        UserError: the encoder has no class token, no blocks, or fewer of them.
+
+    Source: tokens of any block get the final norm, as in DINOv2's linear evaluation (2304.07193).
     """
-    if isinstance(model, MaskedPatchModel):
-        return mean_feature(model.encoder, images)
-    if isinstance(model, Classifier):
-        return model.represent(images)
     encoder = encoder_of(model)
-    return encoder.forward_head(encoder.forward_features(images), pre_logits=True)
+    if kind == "token" and getattr(encoder, "cls_token", None) is None:
+        raise UserError("probe.features=token: this encoder has no class token; use patches, or null")
+    if kind is None and isinstance(model, MaskedPatchModel):
+        kind = "patches"
+    if isinstance(encoder, VisionTransformer):
+        tokens = _tokens(encoder, images, block)
+        if kind is not None:
+            chosen = tokens[:, 0] if kind == "token" else tokens[:, encoder.num_prefix_tokens :].mean(1)
+            return encoder.fc_norm(chosen)  # the final norm of models that have it after pooling
+    elif block is not None:
+        raise UserError(f"probe.block={block}: a ResNet has no such blocks; use null")
+    else:
+        tokens = encoder.forward_features(images)
+    pooled = encoder.forward_head(tokens, pre_logits=True)
+    return model.hidden(pooled) if kind is None and isinstance(model, Classifier) else pooled
+
+
+def _tokens(encoder: VisionTransformer, images: Tensor, block: int | None) -> Tensor:
+    """Tokens after some blocks and the final norm, [batch, prefix + patch, width]: timm's `forward_features`."""
+    count = len(encoder.blocks)
+    if block is not None and not 1 <= block <= count:
+        raise UserError(
+            f"probe.block={block}: the encoder has blocks 1 to {count}; use one of them, or null for the last"
+        )
+    tokens = encoder.norm_pre(encoder.patch_drop(encoder._pos_embed(encoder.patch_embed(images))))
+    return encoder.norm(encoder.blocks[:block](tokens))
 
 
 @dataclass(frozen=True)

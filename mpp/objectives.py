@@ -173,7 +173,10 @@ class Supervised:
         return model(images).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Counts]:
-        logits = self.predict(model, batch)
+        return self.judge(self.predict(model, batch), batch)
+
+    def judge(self, logits: Tensor, batch: Batch) -> tuple[Tensor, Counts]:
+        """Loss and counts of what the model says of a batch, logits [batch, class]."""
         cost = self._cost(logits, batch)
         counts = {"loss": metrics.sum_and_count(cost)}
         if "mix_share" not in batch:  # a blend has no one label that a prediction could hit

@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.patches import Rectangle
 
 from mpp.corruption import KEEP, MASK, RANDOM
+from mpp.intervals import Interval
 
 _GREY = 128
 _OUTLINES = {RANDOM: "#e8000b", KEEP: "#1ac938"}
@@ -103,10 +104,12 @@ def draw_mosaic(
 
 
 def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """Loss and accuracy over the steps of a run, beside the baselines that need no network."""
+    """Loss and accuracy over the steps of a run, beside the baselines that need no network; and probes, if any."""
     trained = [record for record in records if "loss" in record]
     held_out = [record for record in records if "held_out_loss" in record]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    probes = list(dict.fromkeys(name for record in records for name in record if name.startswith("probe_")))
+    panels = 3 if probes else 2
+    figure, (left, right, *rest) = plt.subplots(1, panels, figsize=(5.5 * panels, 4))
     left.plot([r["step"] for r in trained], [r["loss"] for r in trained], color="0.6", label="training")
     left.plot([r["step"] for r in held_out], [r["held_out_loss"] for r in held_out], "C0.-", label="held out")
     left.set(xlabel="optimiser step", ylabel="loss (nats)" if trained and "accuracy" in trained[0] else "loss")
@@ -136,24 +139,109 @@ def draw_curves(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
     right.set(xlabel="optimiser step", ylabel="held-out accuracy", ylim=(0, 1), xlim=left.get_xlim())
     if right.get_legend_handles_labels()[0]:
         right.legend(fontsize=9)
+    for axis in rest:
+        for number, name in enumerate(probes):
+            points = [(record["step"], record[name]) for record in records if name in record]
+            label = name.removeprefix("probe_").removesuffix("_accuracy").replace("_nn", "-NN").replace("_", "-")
+            axis.plot(*zip(*points, strict=True), f"C{number % 10}.-", label=label)
+        axis.set(xlabel="optimiser step", ylabel="accuracy of probes", ylim=(0, 1), xlim=left.get_xlim())
+        axis.legend(fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
-def draw_arms(path: Path, accuracies: Mapping[str, Sequence[float]], baselines: Mapping[str, float]) -> None:
-    """Accuracy of each arm, a dot a seed and a bar for the mean, beside the baselines as lines."""
-    figure, axis = plt.subplots(figsize=(1.7 * len(accuracies) + 3.5, 4))
-    for place, values in enumerate(accuracies.values()):
-        axis.bar(place, np.mean(values), width=0.55, color=f"C{place}", alpha=0.55)
-        spread = np.linspace(-0.1, 0.1, len(values)) if len(values) > 1 else np.zeros(1)
-        axis.plot(place + spread, values, "k.", markersize=7)
-        axis.text(place, 0.02, f"{np.mean(values):.3f}", ha="center", fontsize=10)
-    for number, (name, value) in enumerate(baselines.items()):
-        axis.axhline(value, linestyle="--", color=f"{0.25 + 0.2 * number}", label=f"{name}, {value:.2f}")
-    axis.set_xticks(range(len(accuracies)), accuracies)
-    axis.set(ylabel="test accuracy", ylim=(0, 1))
-    axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+def draw_arms(
+    path: Path,
+    arms: Mapping[str, Mapping[str, tuple[Interval, Sequence[float]]]],
+    baselines: Mapping[str, float],
+) -> None:
+    """Accuracy of each arm, a dot a seed and a bar for the mean with its interval; a panel for each test set.
+
+    Args:
+        arms: test set -> arm -> interval, and each seed's accuracy.
+        baselines: drawn as lines.
+    """
+    widths = [1.3 * len(found) + 1 for found in arms.values()]
+    columns = min(len(arms), 3)
+    rows = -(-len(arms) // columns)
+    size = (max(widths) * columns + (2.5 if baselines else 0), 4 * rows)
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    for axis in axes.flat[len(arms) :]:
+        axis.set_axis_off()
+    for axis, (title, found) in zip(axes.flat, arms.items(), strict=False):
+        for place, (interval, values) in enumerate(found.values()):
+            axis.bar(place, interval.estimate, width=0.6, color=f"C{place}", alpha=0.5)
+            ends = [[interval.estimate - interval.low], [interval.high - interval.estimate]]
+            axis.errorbar(place, interval.estimate, ends, color="k", capsize=5, linewidth=1.2)
+            spread = np.linspace(-0.15, 0.15, len(values)) if len(values) > 1 else np.zeros(1)
+            axis.plot(place + spread, values, ".", color="0.25", markersize=6)
+            axis.text(place, 0.02, f"{100 * interval.estimate:.1f}", ha="center", fontsize=10)
+        for number, (name, value) in enumerate(baselines.items()):
+            style = ["--", ":", "-."][number % 3]
+            axis.axhline(value, linestyle=style, color="0.4", label=f"{name}, {100 * value:.1f}")
+        axis.set_xticks(range(len(found)), [_broken(name) for name in found], fontsize=9)
+        axis.set(ylabel="test accuracy", ylim=(0, 1), title=title)
+    if baselines:
+        axes[0, 0].legend(fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _broken(name: str) -> str:
+    """A name on lines of one word each, as there is room for under a bar."""
+    return name.replace(" ", "\n").replace("-", "-\n")
+
+
+def draw_rates(
+    path: Path, curves: Mapping[str, Mapping[str, tuple[Mapping[float, float | None], float | None]]]
+) -> None:
+    """Held-out accuracy against the learning rate, a line an arm with a ring at the chosen rate; a panel for each task.
+
+    Args:
+        curves: task -> arm -> accuracy by rate, None where it diverged, and the rate that was chosen.
+    """
+    columns = min(len(curves), 3)
+    rows = -(-len(curves) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.8 * rows), squeeze=False)
+    for axis in axes.flat[len(curves) :]:
+        axis.set_axis_off()
+    for axis, (task, arms) in zip(axes.flat, curves.items(), strict=False):
+        every = sorted({rate for curve, _ in arms.values() for rate in curve})
+        for number, (name, (curve, chosen)) in enumerate(arms.items()):
+            able = sorted(rate for rate, value in curve.items() if value is not None)
+            color = f"C{number}"
+            axis.plot(able, [curve[rate] for rate in able], color=color, marker="o", markersize=4, label=name)
+            if chosen in able:
+                axis.plot(chosen, curve[chosen], "o", color=color, markersize=12, fillstyle="none")
+            for rate in set(curve) - set(able):
+                axis.plot(rate, 0.02, "x", color=color)
+        axis.set(xscale="log", xlabel="learning rate", ylabel="held-out accuracy", title=task, ylim=(0, 1))
+        axis.set_xticks(every, [f"{rate:g}" for rate in every])
+        axis.minorticks_off()
+        axis.legend(fontsize=8)
+    figure.text(0.99, 0.005, "ring: chosen    cross: diverged", ha="right", fontsize=8)
+    figure.tight_layout(rect=(0, 0.02, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_shots(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Accuracy against labelled images of each class, a dot a seed and a line through the means.
+
+    Args:
+        records: with shots and value.
+    """
+    shots = sorted({record["shots"] for record in records})
+    values = [[record["value"] for record in records if record["shots"] == count] for count in shots]
+    figure, axis = plt.subplots(figsize=(5.5, 4))
+    axis.plot(shots, [np.mean(some) for some in values], "C0.-")
+    for count, some in zip(shots, values, strict=True):
+        axis.plot([count] * len(some), some, "k.", markersize=4)
+    axis.set(xscale="log", xlabel="labelled images of each class", ylabel="test accuracy", ylim=(0, 1))
+    axis.set_xticks(shots, [str(count) for count in shots])
+    axis.minorticks_off()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -5,7 +5,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from mpp import config, pictures, run_folder, sources, wiring
+from mpp import config, pictures, report, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
-from mpp.job import Job, measure_rows, run_loop
+from mpp.job import Job, classify_source, measure_rows, run_loop
+from mpp.metrics import accuracies
 from mpp.model import encoder_of
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
@@ -48,7 +50,8 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     wiring.warn(recipe, encoder, console)
     model = objective.build(encoder)
-    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs)
+    probes = wiring.probes_of(recipe, mean, std, accelerator.num_processes)
+    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs, probes)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     figures = run_loop(job, "pre-training")
     if accelerator.is_main_process:
@@ -63,7 +66,7 @@ def _begin(
 ) -> tuple[Accelerator, sources.Source, dict[str, str], dict[str, Any] | None]:
     """Processes, training split, fingerprints of what is read, and the summary of a run that is finished already."""
     finished = run_folder.look_into(output, recipe, kind, overwrite)
-    accelerator = wiring.start_processes(recipe, console)
+    accelerator = wiring.start_processes(recipe, console, output)
     wiring.micro_batches(recipe, accelerator.num_processes)
     wiring.view_of(recipe)  # refuses an augmentation that can't be had
     source = wiring.open_training(recipe, console)
@@ -75,80 +78,156 @@ def _begin(
     return accelerator, source, inputs, finished
 
 
+@dataclass(frozen=True)
+class _Tuning:
+    """What a fine-tuning reads, opened.
+
+    Attributes:
+        fit_rows, choice_rows: to train on, and to choose the learning rate on.
+    """
+
+    recipe: RunConfig
+    accelerator: Accelerator
+    source: sources.Source
+    inputs: dict[str, str]
+    classes: list[str]
+    fit_rows: np.ndarray
+    choice_rows: np.ndarray
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        rates = self.recipe.optim.learning_rate
+        return rates if isinstance(rates, tuple) else (rates,)
+
+    def job(self, rate: float, folder: Path, rows: np.ndarray, console: Console) -> Job:
+        """A run of the loop at one learning rate, on some rows."""
+        recipe = dataclasses.replace(self.recipe, optim=dataclasses.replace(self.recipe.optim, learning_rate=rate))
+        encoder, mean, std = wiring.initial_encoder(recipe, self.classes, console)
+        objective = wiring.build_objective(recipe, encoder, self.classes, mean, std)
+        parts = (self.accelerator, console, folder, objective, objective.build(encoder), self.source, rows)
+        return Job(recipe, *parts, held_out=None, classes=self.classes, inputs=self.inputs)
+
+
+def _open_tuning(
+    recipe: RunConfig, output: Path, kind: str, console: Console, overwrite: bool
+) -> tuple[_Tuning, dict[str, Any] | None]:
+    wiring.require_supervised(recipe)
+    accelerator, source, inputs, finished = _begin(recipe, output, kind, console, overwrite)
+    classes = wiring.classes_of(source, recipe)
+    fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
+    return _Tuning(recipe, accelerator, source, inputs, classes, fit_rows, choice_rows), finished
+
+
+def sweep(recipe: RunConfig, output: Path, console: Console, *, overwrite: bool = False) -> dict[str, dict[str, Any]]:
+    """Tries every learning rate of a fine-tuning on a part of the training split, measured on the rest of it.
+
+    Returns:
+        By learning rate: diverged, held-out loss and accuracy, and what it cost. The test split is not read.
+
+    Raises: as `pretrain`.
+    """
+    tuning, _ = _open_tuning(recipe, output, "sweep", console, overwrite)
+    tuning.job(tuning.rates[0], output, tuning.fit_rows, console)  # before the folder: a bad init writes nothing
+    run_folder.open_folder(output, recipe, tuning.accelerator, console, overwrite, tuning.classes)
+    return _try_rates(tuning, output, console)
+
+
+def _try_rates(tuning: _Tuning, output: Path, console: Console) -> dict[str, dict[str, Any]]:
+    tried: dict[str, dict[str, Any]] = {}
+    for rate in tuning.rates:
+        numbers = tried[f"{rate:g}"] = _try_rate(tuning, rate, output, console)
+        outcome = "diverged" if numbers["diverged"] else f"accuracy {_accuracy(numbers):.3f}"
+        console.say(f"  learning rate {rate:g}: {outcome} on {len(tuning.choice_rows)} held-out training images")
+    return tried
+
+
+def best_rate(sweeps: Sequence[Mapping[str, Mapping[str, Any]]], where: str) -> float:
+    """The learning rate of the best mean held-out accuracy over some sweeps of the same rates; the loss breaks ties.
+
+    Raises Diverged where every rate diverged in one of them.
+    """
+    able = [rate for rate in sweeps[0] if not any(tried[rate]["diverged"] for tried in sweeps)]
+    if not able:
+        raise Diverged(f"{where}: every learning rate of {', '.join(sweeps[0])} diverged; give smaller ones")
+
+    def merit(rate: str) -> tuple[float, float]:
+        numbers = [tried[rate] for tried in sweeps]
+        return float(np.mean([_accuracy(one) for one in numbers])), -float(np.mean([one["loss"] for one in numbers]))
+
+    return float(max(able, key=merit))
+
+
 def finetune(
-    recipe: RunConfig, output: Path, console: Console, *, overwrite: bool = False, arm: str = ""
+    recipe: RunConfig, output: Path, console: Console, *, overwrite: bool = False, arm: str = "", data_set: str = ""
 ) -> list[dict[str, Any]]:
     """Fine-tunes one initialisation and reads the test split once; returns the records it leaves.
 
     Where `optim.learning_rate` is a list, each value is tried on a part of the training split and
     measured on the rest of it; the best is then trained on the whole of it. The test split is not
-    read before that.
+    read before that. `predictions.npz` keeps the most likely classes of every test image.
 
     Args:
         arm: the name of the initialisation in the records; its REF where it is empty.
+        data_set: the name of the data in the records; the source where it is empty.
 
     Raises: as `pretrain`.
     """
-    wiring.require_supervised(recipe)
-    rates = recipe.optim.learning_rate
-    rates = rates if isinstance(rates, tuple) else (rates,)
-    accelerator, source, inputs, finished = _begin(recipe, output, "finetune", console, overwrite)
+    tuning, finished = _open_tuning(recipe, output, "finetune", console, overwrite)
     if finished:
         return json.loads((output / "results.json").read_text())
-    classes = wiring.classes_of(source, recipe)
+    accelerator, source, classes = tuning.accelerator, tuning.source, tuning.classes
     test = wiring.open_test(recipe, source, console)
     wiring.require_loss_for(recipe, source, test)
-    fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
-
-    def resolved(rate: float, folder: Path, rows: np.ndarray, held_out: wiring.HeldOut | None, loud: bool) -> Job:
-        with_rate = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
-        encoder, mean, std = wiring.initial_encoder(with_rate, classes, Console(quiet=not loud))
-        objective = wiring.build_objective(with_rate, encoder, classes, mean, std)
-        model = objective.build(encoder)
-        return Job(with_rate, accelerator, console, folder, objective, model, source, rows, held_out, classes, inputs)
-
-    every_row = np.union1d(fit_rows, choice_rows)
-    final = resolved(rates[0], output, every_row, None, loud=True)  # before the folder: a bad init writes nothing
+    further = wiring.open_further_tests(recipe, test, classes)
+    every_row = np.union1d(tuning.fit_rows, tuning.choice_rows)
+    known = wiring.require_disjoint(recipe, source, every_row, test)
+    final = tuning.job(tuning.rates[0], output, every_row, console)  # a bad init writes nothing
     wiring.warn(recipe, encoder_of(final.model), console)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     tried: dict[str, dict[str, Any]] = {}
-    if len(rates) > 1:
-        for rate in rates:
-            folder = output / "sweep" / f"learning_rate_{rate:g}"
-            trial = resolved(rate, folder, fit_rows, (source, choice_rows), loud=False)
-            numbers = tried[f"{rate:g}"] = _try_rate(trial)
-            outcome = "diverged" if numbers["diverged"] else f"accuracy {_accuracy(numbers):.3f}"
-            console.say(f"  learning rate {rate:g}: {outcome} on {len(choice_rows)} held-out training images")
-        able = [rate for rate in rates if not tried[f"{rate:g}"]["diverged"]]
-        if not able:
-            raise Diverged(f"{output}: every learning rate of {list(rates)} diverged; give smaller ones")
-        best = max(able, key=lambda rate: (_accuracy(tried[f"{rate:g}"]), -tried[f"{rate:g}"]["loss"]))
-        final = resolved(best, output, every_row, None, loud=False)
+    if len(tuning.rates) > 1:
+        tried = _try_rates(tuning, output, console)
+        rate = best_rate([tried], str(output))
+        final = dataclasses.replace(tuning.job(rate, output, every_row, Console(quiet=True)), console=console)
     last = run_loop(final, "fine-tuning")
     seconds = last["seconds"] + sum(numbers["seconds"] for numbers in tried.values())
-    figures = measure_rows(final, (test, range(len(test))))
+    labels = np.asarray(test.labels)
+    figures, best = classify_source(final, test, labels)
+    predictions = {"test": best, "test_labels": labels}
+    measured = {data_set or recipe.data.source: figures}
+    for name, beside in further.items():
+        guesses = best if beside.source is None else classify_source(final, beside.source, beside.labels)[1]
+        predictions |= {name: guesses, f"{name}_labels": beside.labels}
+        measured[name] = accuracies(guesses, beside.labels)
     chosen = final.recipe.optim.learning_rate
     console.say(f"  {arm or recipe.init}: test accuracy {_accuracy(figures):.4f} with learning rate {chosen:g}")
     results = [
         {
             "arm": arm or recipe.init,
-            "data_set": recipe.data.source,
+            "data_set": name,
             "metric": metric,
             "value": value,
             "seed": recipe.seed,
             "learning_rate": chosen,
             "init": recipe.init,
             "recipe_hash": config.recipe_hash(recipe),
-            "images": len(test),
+            "images": len(predictions["test" if name not in further else name]),
             "train_images": len(final.rows),
+            "overlap": known,
             "tried": tried,
         }
-        for metric, value in figures.items()
+        for name, numbers in measured.items()
+        for metric, value in numbers.items()
     ]
     if accelerator.is_main_process:
+        run_folder.write_arrays(output / run_folder.PREDICTIONS, predictions)
         write_text(output / "results.json", json.dumps(results, indent=1))
-        write_text(output / "report.md", _report(recipe, results, tried))
-    _summarize(final, recipe, "finetune", {f"test_{name}": value for name, value in figures.items()}, seconds)
+        report.write(output, _report(recipe, results, tried))
+    tested = {f"test_{name}": value for name, value in figures.items()}
+    for name in further:
+        tested |= {f"{name}_{metric}": value for metric, value in measured[name].items()}
+    inputs = tuning.inputs | {"test": test.fingerprint}
+    _summarize(dataclasses.replace(final, inputs=inputs), recipe, "finetune", tested, seconds)
     return results
 
 
@@ -173,46 +252,62 @@ def _accuracy(numbers: Mapping[str, float]) -> float:
     return numbers.get("accuracy", 0.0)
 
 
-def _try_rate(job: Job) -> dict[str, Any]:
+def _try_rate(tuning: _Tuning, rate: float, output: Path, console: Console) -> dict[str, Any]:
     """Held-out loss and accuracy of one learning rate; kept, so that it is not tried again."""
-    done = job.folder / "summary.json"
+    folder = output / "sweep" / f"learning_rate_{rate:g}"
+    done = folder / "summary.json"
     if done.is_file():
         numbers = read_json(done)
-        run_folder.require_same_inputs(job.folder.parent.parent, numbers["inputs"], job.inputs)
-        job.console.skip(wiring.planned_images(job.recipe))
+        run_folder.require_same_inputs(output, numbers["inputs"], tuning.inputs)
+        console.skip(tuning.recipe.optim.steps * tuning.recipe.optim.batch_size)
         return numbers
-    assert job.held_out is not None
+    job = tuning.job(rate, folder, tuning.fit_rows, Console(quiet=True))
+    job = dataclasses.replace(job, console=console)
     if job.accelerator.is_main_process:
-        job.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     job.accelerator.wait_for_everyone()
     began = time.monotonic()
-    title = f"learning rate {job.recipe.optim.learning_rate:g}"
     numbers = {"diverged": True}
     try:
-        run_loop(dataclasses.replace(job, held_out=None), title, lines=False)
-        measured = measure_rows(job, job.held_out)
+        run_loop(job, f"learning rate {rate:g}", lines=False)
+        measured = measure_rows(job, (tuning.source, tuning.choice_rows))
         if math.isfinite(measured["loss"]):
             numbers = {**measured, "diverged": False}
     except Diverged:
         pass
-    numbers |= {"seconds": round(time.monotonic() - began, 1), "inputs": job.inputs}
+    numbers |= {
+        "seconds": round(time.monotonic() - began, 1),
+        "processes": job.accelerator.num_processes,
+        "images": job.recipe.optim.steps * job.recipe.optim.batch_size,
+        "inputs": job.inputs,
+    }
     job.accelerator.free_memory()
     if job.accelerator.is_main_process:
-        shutil.rmtree(job.folder / "checkpoints", ignore_errors=True)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         write_text(done, json.dumps(numbers, indent=1))
     return numbers
 
 
 def _report(recipe: RunConfig, results: list[dict[str, Any]], tried: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = [f"# Fine-tuning of {recipe.init}", "", "| metric | value |", "| --- | --- |"]
-    lines += [f"| {record['metric']} | {record['value']:.4f} |" for record in results]
     first = results[0]
-    lines += ["", f"{first['images']} test images, {first['train_images']} training images, seed {recipe.seed}."]
+    rows = [
+        [record["data_set"], record["metric"], f"{record['value']:.4f}", f"{record['images']:,}"] for record in results
+    ]
+    lines = [
+        f"# Fine-tuning of {recipe.init}",
+        "",
+        report.table(["data set", "metric", "value", "test images"], rows),
+        "",
+        f"{first['train_images']:,} training images, seed {recipe.seed}.",
+    ]
+    if first["overlap"]:
+        lines[-1] += f" {first['overlap']} test images are among them (data.max_overlap={recipe.data.max_overlap})."
     if tried:
-        lines += ["", "| learning rate | held-out accuracy | held-out loss |", "| --- | --- | --- |"]
-        for rate, numbers in tried.items():
-            shown = "diverged | " if numbers["diverged"] else f"{_accuracy(numbers):.4f} | {numbers['loss']:.4f}"
-            lines.append(f"| {rate} | {shown} |")
+        shown = [
+            [rate, "diverged", ""] if one["diverged"] else [rate, f"{_accuracy(one):.4f}", f"{one['loss']:.4f}"]
+            for rate, one in tried.items()
+        ]
+        lines += ["", report.table(["learning rate", "held-out accuracy", "held-out loss"], shown)]
         lines += ["", f"Chosen on held-out training images: {first['learning_rate']:g}."]
     return "\n".join(lines) + "\n"
 

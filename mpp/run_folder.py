@@ -6,11 +6,13 @@ import os
 import platform
 import shutil
 import time
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
@@ -22,9 +24,13 @@ from mpp.errors import ImageError, UserError
 from mpp.files import read_json, write_json_lines, write_text
 from mpp.sources import Source
 
-_FILES = ("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md")
+PREDICTIONS = "predictions.npz"
+_FILES = (
+    *("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md"),
+    *("report.html", PREDICTIONS),
+)
 _MEASURED = ("few_shot.json",)  # by others, of this run
-_FOLDERS = ("checkpoints", "figures", "inputs", "sweep")
+_FOLDERS = ("checkpoints", "figures", "inputs", "sweep", "tensorboard")
 Plan = TypeVar("Plan", CompareConfig, StudyConfig)
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 
@@ -107,6 +113,23 @@ def open_folder(
         if unfinished and not checkpoint.complete(output / "checkpoints"):
             console.say(f"{output} holds a run without a complete checkpoint: it starts again at step 0")
     accelerator.wait_for_everyone()
+
+
+def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """An .npz file, whole or not at all."""
+    draft = path.with_name(f".{path.name}.writing")
+    with draft.open("wb") as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
+    draft.replace(path)
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Arrays of an .npz file by name; raises UserError where it is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as found:
+            return dict(found)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} can't be read ({error}); remove the folder {path.parent} to measure anew") from None
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -276,6 +299,20 @@ def model_overrides(before: RunConfig, finetune: str, overrides: Sequence[str] =
         f"model.{key}={json.dumps(value)}"
         for key, value in trained.items()
         if value != planned[key] and key not in _OF_THE_TUNING and f"model.{key}" not in given
+    ]
+
+
+def cut_overrides(before: RunConfig, overrides: Sequence[str] = ()) -> list[str]:
+    """What cuts images in evaluation as a run does, as overrides; those that a person has given stand."""
+    given = {override.partition("=")[0] for override in overrides}
+    if "data.image_size" in given or "data.resize" in given or "data.eval_crop" in given:
+        return []
+    resize = before.data.resize if before.data.eval_crop == "center" else None
+    return [
+        f"data.image_size={before.data.image_size}",
+        f"data.eval_crop={before.data.eval_crop}",
+        f"data.resize={json.dumps(resize)}",
+        "data.crop=inception",
     ]
 
 

@@ -149,6 +149,8 @@ def _is_dropped(file: BinaryIO) -> bool:
 class _Rows:
     """What sources in shards have in common; a subclass says how a row is read and what its labels are."""
 
+    columns: Columns
+
     def __init__(self, shards: Sequence[Shard], rows: Sequence[int]) -> None:
         self.shards = tuple(shards)
         self.starts = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
@@ -175,6 +177,10 @@ class _Rows:
     def name(self, row: int) -> str:
         shard = self._shard(row)
         return f"{self.shards[shard].url} row {row - int(self.starts[shard])}"
+
+    def version(self, rows: np.ndarray) -> str | None:
+        """Changes with the encoded bytes of some rows, as far as their files tell; None where they don't."""
+        return _digest(self.columns.image, *[shard.key for shard in self.shards])
 
     def encoded(self, row: int) -> bytes:
         raise NotImplementedError
@@ -613,6 +619,7 @@ class ArrowRows(_Rows):
         self.source, self.columns, self.fingerprint = source, columns, rows._fingerprint
         self._label_rows = rows.select_columns([columns.label]) if columns.label else None
         self.rows = rows.select_columns([columns.image]).cast_column(columns.image, datasets.Image(decode=False))
+        self._files = _described(sorted({entry["filename"] for entry in self.rows.cache_files}))
 
     def _read_labels(self) -> tuple[list[str] | None, np.ndarray | None]:
         if self._label_rows is None:
@@ -627,6 +634,13 @@ class ArrowRows(_Rows):
 
     def name(self, row: int) -> str:
         return f"{self.source} row {row}"
+
+    def version(self, rows: np.ndarray) -> str | None:
+        cells = self.rows.data.column(self.columns.image)
+        lie_elsewhere = any(chunk.field("bytes").null_count for chunk in cells.chunks)
+        if lie_elsewhere or not self._files:
+            return None
+        return _digest(self.fingerprint, self.columns.image, *[file.key for file in self._files])
 
     def encoded(self, row: int) -> bytes:
         cell = self.rows[row][self.columns.image]

@@ -3,9 +3,9 @@
 import hashlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +19,7 @@ from mpp.shards import SPLITS, Columns
 
 SUFFIXES = decoding.SUFFIXES
 ANY_COLUMNS = Columns()
+_MOST_CLASSES = 10**6
 
 
 class Source(Protocol):
@@ -96,17 +97,16 @@ class Names(Sequence[str]):
 
 @dataclass(frozen=True)
 class Folder:
-    """Image files below a folder, sorted by path."""
+    """Image files below a folder; their paths give the fingerprint, where no other is given."""
 
     root: Path
     files: Sequence[str]
     classes: list[str] | None
     labels: np.ndarray | None
-    fingerprint: str = field(init=False)
+    fingerprint: str = ""
 
     def __post_init__(self) -> None:
-        names = hashlib.sha256("\n".join(self.files).encode(errors="surrogateescape")).hexdigest()[:12]
-        object.__setattr__(self, "fingerprint", names)
+        object.__setattr__(self, "fingerprint", self.fingerprint or _digest(self.files))
         object.__setattr__(self, "files", Names(self.files))
 
     @property
@@ -119,16 +119,150 @@ class Folder:
     def name(self, row: int) -> str:
         return f"{self.root}{os.sep}{self.files[row]}"
 
+    def version(self, rows: np.ndarray) -> str:
+        """Changes with the bytes of some rows' files, as far as their sizes and times tell; raises ImageError."""
+        found = hashlib.sha256(os.path.abspath(self.root).encode(errors="surrogateescape"))
+        for row in rows.tolist():
+            try:
+                status = os.stat(self.name(row))
+            except OSError as error:
+                raise _unreadable(self.name(row), error) from None
+            stamp = (self.files[row], status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
+            found.update(repr(stamp).encode())
+        return found.hexdigest()
+
     def encoded(self, row: int) -> bytes:
         name = self.name(row)
         try:
             with open(name, "rb", buffering=0) as file:
                 return file.read()
         except OSError as error:
-            raise ImageError(f"{name} can't be read: {error.strerror}; repair or remove it") from None
+            raise _unreadable(name, error) from None
 
     def picture(self, row: int) -> decoding.Picture:
         return decoding.open_picture(self.encoded(row), self.name(row))
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Two sources, one after the other.
+
+    Raises ValueError where the second has other classes; it may have fewer, if they are the first ones.
+    """
+
+    first: Source
+    second: Source
+
+    def __post_init__(self) -> None:
+        classes, others = self.first.classes or [], self.second.classes or []
+        if others != classes[: len(others)]:
+            raise ValueError(f"sources of other classes can't be joined: {classes[:5]} ... and {others[:5]} ...")
+
+    @property
+    def classes(self) -> list[str] | None:
+        return self.first.classes
+
+    @cached_property
+    def labels(self) -> np.ndarray | None:
+        first, second = self.first.labels, self.second.labels
+        if first is None or second is None:
+            return None
+        if first.ndim == second.ndim == 1:
+            return np.concatenate([first, second])
+        wide = [table.reshape(len(table), -1) for table in (first, second)]
+        labels = np.full((len(self), max(table.shape[1] for table in wide)), -1, dtype=np.int32)
+        labels[: len(first), : wide[0].shape[1]] = wide[0]
+        labels[len(first) :, : wide[1].shape[1]] = wide[1]
+        return labels
+
+    @property
+    def fingerprint(self) -> str:
+        return _digest([self.first.fingerprint, self.second.fingerprint])
+
+    @property
+    def starts(self) -> np.ndarray:
+        return np.concatenate([self.first.starts, len(self.first) + self.second.starts[1:]])
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def name(self, row: int) -> str:
+        part, inside = self._part(row)
+        return part.name(inside)
+
+    def picture(self, row: int) -> decoding.Picture:
+        part, inside = self._part(row)
+        return part.picture(inside)
+
+    @property
+    def encoded(self) -> Callable[[int], bytes]:
+        """Bytes of a row's image; AttributeError where one of the two has none."""
+        first, second = self.first.encoded, self.second.encoded  # type: ignore[attr-defined]
+        return lambda row: first(row) if row < len(self.first) else second(row - len(self.first))
+
+    def _part(self, row: int) -> tuple[Source, int]:
+        return (self.first, row) if row < len(self.first) else (self.second, row - len(self.first))
+
+
+@dataclass(frozen=True)
+class _Inside:
+    """A picture without a border of some pixels."""
+
+    whole: decoding.Picture
+    border: int
+
+    @property
+    def width(self) -> int:
+        return self.whole.width - 2 * self.border
+
+    @property
+    def height(self) -> int:
+        return self.whole.height - 2 * self.border
+
+    def region(self, box: decoding.Box) -> np.ndarray:
+        left, top, right, bottom = (side + self.border for side in box)
+        return self.whole.region((left, top, right, bottom))
+
+
+@dataclass(frozen=True)
+class Bordered:
+    """A source whose pictures have a border that is not to be seen."""
+
+    whole: Source
+    border: int
+
+    @property
+    def classes(self) -> list[str] | None:
+        return self.whole.classes
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        return self.whole.labels
+
+    @property
+    def fingerprint(self) -> str:
+        return self.whole.fingerprint
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self.whole.starts
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def name(self, row: int) -> str:
+        return self.whole.name(row)
+
+    def picture(self, row: int) -> decoding.Picture:
+        return _Inside(self.whole.picture(row), self.border)
+
+
+def _unreadable(name: str, error: OSError) -> ImageError:
+    return ImageError(f"{name} can't be read: {error.strerror}; repair or remove it")
+
+
+def _digest(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode(errors="surrogateescape")).hexdigest()[:12]
 
 
 def open_source(source: str, split: str, columns: Columns = ANY_COLUMNS, cache_gb: float = 20.0) -> Source:
@@ -166,6 +300,8 @@ def split_names(source: str, usual: Sequence[str] = SPLITS) -> list[str]:
         return ["train", "validation"]
     if kind == "folder":
         return [name for name in usual if (Path(argument).expanduser() / name).is_dir()]
+    if kind == "list":
+        return _list_names(Path(argument).expanduser())
     if kind in ("parquet", "wds"):
         return [name for name in usual if shards.names_a_split(argument, name)]
     if kind == "hub":
@@ -305,13 +441,77 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
         yield folder, names
 
 
+def _list(argument: str, split: str, _: Columns, __: DiskCache) -> Source:
+    """Files that the lines of FOLDER/SPLIT.txt name, in their order; the last word of a line is the label.
+
+    Labels count from 0 to the largest in any list of the folder.
+    """
+    root, source = Path(argument).expanduser(), f"data.source=list:{argument}"
+    layout = f"it needs {root / split}.txt, with lines such as `images/cat 1.jpg 0` (path in the folder, and label)"
+    if not root.is_dir():
+        raise UserError(f"{source}: no such folder (looked in {root.absolute()}); {layout}")
+    names = _list_names(root)
+    if split not in names:
+        raise UserError(f"{source}: no list {split}.txt in it, but {', '.join(names) or 'none at all'}; {layout}")
+    lists = {name: _read_list(root / f"{name}.txt") for name in names}
+    files, labels = lists[split]
+    _require_files(root, split, files)
+    classes = [str(label) for label in range(max((max(found, default=-1) for _, found in lists.values())) + 1)]
+    fingerprint = _digest(f"{file} {label}" for file, label in zip(files, labels, strict=True))
+    return Folder(root, files, classes, np.array(labels, dtype=np.int32), fingerprint)
+
+
+def _list_names(root: Path) -> list[str]:
+    """Splits of which a folder has a list; what begins with a dot is hidden."""
+    return sorted(file.stem for file in root.glob("*.txt") if not file.name.startswith("."))
+
+
+def _read_list(path: Path) -> tuple[list[str], list[int]]:
+    """Paths and labels of a list; raises UserError with the line that can't be read."""
+    files, labels = [], []
+    try:
+        lines = path.read_text(encoding="utf-8", errors="surrogateescape").split("\n")
+    except OSError as error:
+        raise UserError(f"{path} can't be read: {error.strerror}; allow it, or move it out") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        file, label = line.rsplit(maxsplit=1) if len(line.split()) > 1 else ("", line.strip())
+        if not (file.strip() and label.isascii() and label.isdigit() and int(label) < _MOST_CLASSES):
+            raise UserError(
+                f"{path}:{number}: {line.strip()!r} is no path and label: a label is a whole number from 0 on, after a "
+                "space at the end of the line; repair it, or move the file out of the folder if it is no list of images"
+            )
+        files.append(file.strip())
+        labels.append(int(label))
+    return files, labels
+
+
+def _require_files(root: Path, split: str, files: Sequence[str]) -> None:
+    """Raises UserError where a list names a file that is not there; each folder is listed once."""
+    listed: dict[str, set[str]] = {}
+    for file in files:
+        folder, name = os.path.split(file)
+        if folder not in listed:
+            try:
+                listed[folder] = set(os.listdir(root / folder))
+            except OSError:  # not there, or it may be entered but not listed
+                listed[folder] = set()
+        if name not in listed[folder] and not (root / file).is_file():
+            raise UserError(
+                f"{root / file} is missing, which {root / split}.txt names; paths are relative to {root}: unpack the "
+                "images there, or take the line out"
+            )
+
+
 # Each takes what follows the colon, the split, the columns, and a cache for what can't be read in place.
 SOURCES: dict[str, Callable[[str, str, Columns, DiskCache], Source]] = {
     "demo": _demo,
     "folder": _folder,
+    "list": _list,
     "hub": shards.open_hub,
     "parquet": shards.open_parquet,
     "wds": shards.open_tar,
     "synthetic": _synthetic,
 }
-SOURCE_FORMS = ("demo", "folder:PATH", "hub:NAME[@REVISION]", "parquet:GLOB", "wds:GLOB", "synthetic:N")
+SOURCE_FORMS = ("demo", "folder:PATH", "list:FOLDER", "hub:NAME[@REVISION]", "parquet:GLOB", "wds:GLOB", "synthetic:N")

@@ -2,17 +2,18 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from mpp.draws import step_seed
 from mpp.errors import UserError
-from mpp.metrics import Tally
-from mpp.objectives import Objective
+from mpp.metrics import BEST, Tally
+from mpp.objectives import Objective, Supervised
 from mpp.optim import RunningAverage
 
 
@@ -36,11 +37,10 @@ def train(
     micro_batches: int,
     clip_norm: float,
     log_every: int,
-    eval_every: int,
     save_every: int,
     tally: Tally,
     log: Callable[[int, dict[str, float]], None],
-    evaluate: Callable[[], dict[str, float]],
+    evaluations: Sequence[tuple[int, Callable[[], dict[str, float]]]],
     save: Callable[[int, Tally], None],
     stop_wanted: Callable[[], bool],
     track: Callable[[Iterable[int]], Iterable[int]],
@@ -55,11 +55,11 @@ def train(
         batches: the micro-batches of this process, from `first_step` on.
         learning_rate: of the update after so many finished steps.
         clip_norm: global norm to which gradients are cut; 0 for no clipping.
-        log_every, eval_every, save_every: in steps; 0 for only at the end.
+        log_every, save_every: in steps; 0 for only at the end.
         tally: counts since the last log; not empty when a stopped run continues.
         log: (step, numbers).
         save: (step, counts since the last log).
-        evaluate: numbers on held-out images.
+        evaluations: every so many steps, and at the end, numbers on other images.
         stop_wanted: asked after every step; the run then saves and returns.
         track: wraps the steps in a progress bar.
 
@@ -104,14 +104,15 @@ def train(
             if due(step, log_every):
                 record = {**numbers, "images_per_second": seen / (time.perf_counter() - began)}
                 tally.sums.clear()
-        if due(step, eval_every):
-            try:
-                record |= evaluate()
-            except UserError:  # a held-out image that can't be read must not cost the training
-                if record:
-                    log(step, record)
-                save(step, tally)
-                raise
+        try:
+            for every, evaluate in evaluations:
+                if due(step, every):
+                    record |= evaluate()
+        except UserError:  # a held-out image that can't be read must not cost the training
+            if record:
+                log(step, record)
+            save(step, tally)
+            raise
         if record:
             log(step, record)
         if due(step, log_every):
@@ -137,3 +138,32 @@ def measure(
     for batch in batches:
         tally.add(objective.measure(bare, batch))
     return objective.summary(tally.total(lambda value: accelerator.reduce(value, "sum")))
+
+
+@torch.no_grad()
+def classify(
+    accelerator: Accelerator,
+    model: nn.Module,
+    objective: Supervised,
+    batches: Iterable[Mapping[str, Tensor]],
+    images: int,
+) -> tuple[dict[str, float], np.ndarray]:
+    """What `measure` says of a split, and the classes that the model holds most likely for each image.
+
+    Args:
+        batches: whose `index` counts the images from 0.
+        images: number of them, over all processes.
+
+    Returns:
+        The numbers, and int32 [image, up to 5], the most likely class first.
+    """
+    bare = accelerator.unwrap_model(model)
+    bare.eval()
+    tally = Tally()
+    best = torch.zeros(images, min(BEST, objective.classes), dtype=torch.int64, device=accelerator.device)
+    for batch in batches:
+        logits = objective.predict(bare, batch)
+        tally.add(objective.judge(logits, batch)[1])
+        best[batch["index"]] = logits.topk(best.shape[1], dim=1).indices
+    found = objective.summary(tally.total(lambda value: accelerator.reduce(value, "sum")))
+    return found, accelerator.reduce(best, "sum").to(torch.int32).cpu().numpy()  # each image stands in one process

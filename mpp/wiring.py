@@ -10,15 +10,30 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 from timm.models import VisionTransformer
 from torch import nn
 
-from mpp import checkpoint, config, cost, data, decoding, files, official, sources
+from mpp import (
+    checkpoint,
+    config,
+    contents,
+    cost,
+    data,
+    decoding,
+    draws,
+    files,
+    imagenet,
+    official,
+    sources,
+    tasks,
+    tracking,
+)
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.encoders import PIXEL_MEAN, PIXEL_STD, Encoder, build_encoder, is_hybrid, patch_of, set_pixel_statistics
 from mpp.errors import UserError
+from mpp.frozen import Probes
 from mpp.model import Loaded, encoder_of, load_encoder
 from mpp.objectives import MaskedPatchPrediction, Objective, Supervised
 from mpp.patches import grid_size
@@ -30,17 +45,25 @@ HeldOut = tuple[sources.Source, Rows]  # a source and rows of it
 Pixels = tuple[float, ...]  # of each channel
 
 
-def start_processes(recipe: RunConfig, console: Console) -> Accelerator:
+def start_processes(recipe: RunConfig, console: Console, output: Path | None = None) -> Accelerator:
     """The processes of a run, in the recipe's precision; a barrier.
 
-    Raises UserError where the launcher is set up for anything but plain data parallelism.
+    Args:
+        output: of the run, where a tracker may write; None for no tracker.
+
+    Raises UserError where the launcher is set up for anything but plain data parallelism, or the tracker is missing.
     """
+    tracked = output is not None and recipe.runtime.tracker != "none"
+    if tracked:
+        tracking.require_tracker(recipe.runtime.tracker)
     precision = {"fp32": "no", "bf16": "bf16"}[recipe.runtime.precision]
     AcceleratorState._reset_state()  # runs of one process may differ in precision; the process group stays
     accelerator = Accelerator(
         mixed_precision=precision,
         cpu=not torch.accelerator.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # the loop accumulates by itself
+        log_with=recipe.runtime.tracker if tracked else None,
+        project_config=ProjectConfiguration(logging_dir=str(output / "tensorboard")) if output else None,
     )
     kind = accelerator.distributed_type.value
     if kind != "NO" and not kind.startswith("MULTI_"):
@@ -81,9 +104,19 @@ def worker_count(recipe: RunConfig, processes: int) -> int:
 
 
 def open_training(recipe: RunConfig, console: Console) -> sources.Source:
-    """The training split, and how much there is of it; raises UserError where the cache can't hold its shards."""
+    """The training split, followed by the choice split where there is one; says how much there is of them.
+
+    Raises UserError where the cache can't hold its shards, or the task has another number of images or classes.
+    """
     source = open_split(recipe, recipe.data.train_split)
     _tell_size(recipe, recipe.data.train_split, source, console)
+    require_task(recipe, recipe.data.train_split, source, "train_images")
+    if recipe.data.choice_split is not None:
+        choice = open_split(recipe, recipe.data.choice_split)
+        require_same_classes(source, choice, recipe)
+        _tell_size(recipe, recipe.data.choice_split, choice, console)
+        require_task(recipe, recipe.data.choice_split, choice, "choice_images")
+        source = sources.Joined(source, choice)
     unpacked = getattr(source, "unpacked_bytes", np.zeros(1))
     room, needed = recipe.runtime.cache_gb, 2 * recipe.data.shuffle_shards * unpacked.max() / 1e9
     if unpacked.sum() / 1e9 > room and needed > room:
@@ -106,6 +139,36 @@ def open_split(recipe: RunConfig, split: str) -> sources.Source:
     """One split of a recipe's source."""
     columns = Columns(recipe.data.image_column, recipe.data.label_column)
     return sources.open_source(recipe.data.source, split, columns, recipe.runtime.cache_gb)
+
+
+def require_task(recipe: RunConfig, split: str, source: sources.Source, kind: str) -> None:
+    """Raises UserError where a split has another number of images or classes than was published for its task.
+
+    Args:
+        kind: train_images, choice_images or test_images.
+    """
+    if recipe.data.task is None:
+        return
+    task = tasks.find(recipe.data.task)
+    expected, found = getattr(task, kind), len(source)
+    classes = len(source.classes or [])
+    if found != expected or (classes != task.classes and kind == "train_images"):
+        raise UserError(
+            f"data.task={recipe.data.task}: split {split} of data.source={recipe.data.source} holds {found:,} images "
+            f"in {classes} classes, and {expected:,} in {task.classes} were published (docs/tasks.md); complete it, or "
+            "leave out data.task"
+        )
+
+
+def training_labels(recipe: RunConfig, source: sources.Source, rows: Rows) -> np.ndarray | None:
+    """Labels of a source's rows as they are trained on; with `data.shuffle_labels`, `rows` have each other's."""
+    labels = labels_of(recipe, source)
+    if labels is None or not recipe.data.shuffle_labels:
+        return labels
+    order = np.argsort(draws.words(recipe.seed, "shuffled labels", 0, 0, len(rows)), kind="stable")
+    shuffled, rows = labels.copy(), np.asarray(rows)
+    shuffled[rows] = labels[rows[order]]
+    return shuffled
 
 
 def labels_of(recipe: RunConfig, source: sources.Source) -> np.ndarray | None:
@@ -145,7 +208,61 @@ def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> so
     test = open_split(recipe, recipe.data.eval_split)
     require_same_classes(source, test, recipe)
     _tell_size(recipe, recipe.data.eval_split, test, console)
+    require_task(recipe, recipe.data.eval_split, test, "test_images")
     return test
+
+
+def require_disjoint(recipe: RunConfig, train: sources.Source, rows: Rows, test: sources.Source) -> int:
+    """Test images that are trained on, too; raises UserError where they are more than `data.max_overlap`."""
+    return contents.require_disjoint(
+        train,
+        rows,
+        test,
+        range(len(test)),
+        allowed=recipe.data.max_overlap,
+        where=f"data.source={recipe.data.source}",
+        workers=worker_count(recipe, 1),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class FurtherTest:
+    """A test set beside the test split.
+
+    Attributes:
+        source: None where the images are those of the test split.
+        labels: int32 [image, most], padded with -1; images without any are left out.
+    """
+
+    source: sources.Source | None
+    labels: np.ndarray
+
+
+def open_further_tests(recipe: RunConfig, test: sources.Source, classes: list[str]) -> dict[str, FurtherTest]:
+    """The test sets of a recipe's `tests` by name; raises UserError where one does not fit the classes."""
+    found = {}
+    for name, where in recipe.tests.items():
+        if name == "imagenet_real":
+            labels = imagenet.real_labels([test.name(row) for row in range(len(test))])
+            numbers = imagenet.map_classes(imagenet.synsets(), classes)
+            found[name] = FurtherTest(None, imagenet.renumbered(labels, numbers))
+            continue
+        if where is None:
+            raise UserError(f"tests.{name}=null: only imagenet_real has no images of its own; name a source")
+        columns = Columns(recipe.data.image_column, recipe.data.label_column)
+        source = sources.open_source(where, recipe.data.eval_split, columns, recipe.runtime.cache_gb)
+        if source.classes is None or source.labels is None:
+            raise UserError(f"tests.{name}={where}: no classes; every image must lie in a class folder, CLASS/*.jpg")
+        if name == "objectnet":
+            mappings = Path(where.partition(":")[2]).expanduser().parent / "mappings"
+            of_class = imagenet.objectnet_labels(mappings, source.classes)
+            numbers = imagenet.map_classes(imagenet.synsets(), classes)
+            labels = imagenet.renumbered(of_class[source.labels], numbers)
+            found[name] = FurtherTest(sources.Bordered(source, imagenet.BORDER), labels)
+        else:
+            numbers = imagenet.map_classes(source.classes, classes)
+            found[name] = FurtherTest(source, imagenet.renumbered(source.labels, numbers))
+    return found
 
 
 def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -> HeldOut | None:
@@ -210,6 +327,9 @@ def training_rows(recipe: RunConfig, source: sources.Source) -> Rows:
 def labelled_rows(recipe: RunConfig, source: sources.Source) -> tuple[np.ndarray, np.ndarray]:
     """Rows to fine-tune on, and rows to choose the learning rate on: none where there is no choice."""
     choice = isinstance(recipe.optim.learning_rate, tuple) and len(recipe.optim.learning_rate) > 1
+    if isinstance(source, sources.Joined):
+        every, first = np.arange(len(source)), len(source.first)
+        return (every[:first], every[first:]) if choice else (every, every[:0])
     if choice and not recipe.data.holdout:
         raise UserError("data.holdout=0 leaves nothing to choose the learning rate on; raise it, or give one rate")
     rows = data.subset_rows(len(source), recipe.data.subset)
@@ -290,6 +410,46 @@ def pretrained_model(recipe: RunConfig, folder: Path) -> tuple[nn.Module, Pixels
     model = build_objective(recipe, encoder, classes, mean, std).build(encoder)
     checkpoint.load_objective(checkpoint.weights_file(str(folder)).parent, model, encoder)
     return model, mean, std
+
+
+def probes_of(recipe: RunConfig, mean: Pixels, std: Pixels, processes: int) -> Probes | None:
+    """The probes of a pre-training, if it has any; raises UserError where they can't be had."""
+    chosen = recipe.probe
+    if not chosen.every:
+        return None
+    where = chosen.source or recipe.data.source
+    own = dataclasses.replace(
+        recipe.data,
+        source=where,
+        train_split=chosen.train_split or recipe.data.train_split,
+        eval_split=chosen.test_split or recipe.data.eval_split,
+    )
+    other = dataclasses.replace(recipe, data=own)
+    train, test = open_split(other, own.train_split), open_split(other, own.eval_split)
+    if train.classes is None:
+        raise UserError(
+            f"probe.every={chosen.every}: {where} has no classes to probe on; name a source that has, in probe.source"
+        )
+    require_same_classes(train, test, other)
+    rows = data.subset_rows(len(test), min(chosen.test_images, len(test)))
+    return Probes(
+        train=train,
+        test=test,
+        test_rows=np.asarray(rows),
+        view=view_of(recipe),
+        mean=mean,
+        std=std,
+        shots=chosen.shots,
+        seeds=chosen.seeds,
+        form=chosen.form,
+        strength=chosen.strength,
+        neighbors=chosen.neighbors,
+        temperature=chosen.temperature,
+        kind=chosen.features,
+        block=chosen.block,
+        micro_batch=recipe.runtime.micro_batch,
+        workers=worker_count(recipe, processes),
+    )
 
 
 def frozen_encoder(recipe: RunConfig) -> tuple[Encoder, Pixels, Pixels]:
@@ -420,10 +580,12 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
     require_supervised(first)
     micro_batches(first, processes)
     source = open_training(first, silent)
-    require_loss_for(first, source, open_test(first, source, silent))
-    for tuning in tunings:
-        labelled_rows(tuning, source)
-    encoder = encoder_of(rehearse(first, classes_of(source, first))[0])
+    test, classes = open_test(first, source, silent), classes_of(source, first)
+    require_loss_for(first, source, test)
+    open_further_tests(first, test, classes)
+    drawn = [np.union1d(*labelled_rows(tuning, source)) for tuning in tunings]
+    require_disjoint(first, source, np.unique(np.concatenate(drawn)), test)
+    encoder = encoder_of(rehearse(first, classes)[0])
     if weights is not None:
         put_weights(first, encoder, weights)
 

@@ -10,7 +10,7 @@ import torch
 from timm.models import ResNetV2
 from torch.utils.flop_counter import FlopCounterMode
 
-from mpp.encoders import FAMILIES, MORE_NAMES, build_encoder, is_hybrid, mean_feature, patch_of
+from mpp.encoders import FAMILIES, MORE_NAMES, build_encoder, is_hybrid, patch_of
 from mpp.errors import UserError
 
 
@@ -228,15 +228,6 @@ def test_pools(pool, tokens, pooled):
     found = encoder.forward_features(torch.randn(3, 3, 32, 32))
     assert found.shape[1] == tokens
     assert torch.equal(encoder.forward_head(found, pre_logits=True), pooled(found))
-
-
-def test_mean_features_of_both_kinds():
-    torch.manual_seed(0)
-    images = torch.randn(2, 3, 32, 32)
-    encoder = build_encoder("vit_tiny_patch16_224", image_size=32, depth=1).eval()
-    assert torch.equal(mean_feature(encoder, images), encoder.forward_features(images)[:, 1:].mean(1))
-    resnet = build_encoder("resnetv2_26x1_bit", image_size=32, layers=(1, 1, 1, 1), width_factor=0.5).eval()
-    torch.testing.assert_close(mean_feature(resnet, images), resnet(images))
 
 
 def test_a_border_is_dropped_only_when_asked():

@@ -16,21 +16,24 @@ FLOORS = [
     {"mpp.files"},
     {
         *("mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console", "mpp.decoding", "mpp.disk_cache"),
-        *("mpp.positions", "mpp.official"),
+        *("mpp.positions", "mpp.official", "mpp.probe", "mpp.report", "mpp.tasks", "mpp.imagenet", "mpp.tracking"),
     },
     {
         *("mpp.corruption", "mpp.targets", "mpp.order", "mpp.shards", "mpp.optim", "mpp.checkpoint"),
-        *("mpp.augmentation", "mpp.mixing", "mpp.encoders"),
+        *("mpp.augmentation", "mpp.mixing", "mpp.encoders", "mpp.intervals"),
     },
-    {"mpp.sources", "mpp.model", "mpp.pictures"},
+    {"mpp.sources", "mpp.model", "mpp.pictures", "mpp.comparison"},
     {"mpp.data"},
-    {"mpp.objectives", "mpp.probe"},
-    {"mpp.train", "mpp.cost"},
+    {"mpp.objectives", "mpp.features", "mpp.contents"},
+    {"mpp.train", "mpp.cost", "mpp.frozen"},
     {"mpp.wiring", "mpp.run_folder"},
-    {"mpp.job"},
-    {"mpp.run", "mpp.command_line"},
+    {"mpp.job", "mpp.evaluation"},
+    {"mpp.run", "mpp.command_line", "mpp.comparison_report"},
 ]
-DOORS = {"mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare", "eval.scaling"}
+DOORS = {
+    *("mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare", "eval.scaling", "eval.few_shot"),
+    "eval.linear_probe",
+}
 KNOW_THE_CONFIG = {*FLOORS[-1], *FLOORS[-2], *FLOORS[-3], *DOORS}  # the wiring and the entry points
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 OURS = ("mpp", "eval", "recipes")
@@ -84,6 +87,7 @@ def dependencies():
     names = {re.match(r"[A-Za-z0-9_-]+", line).group().lower() for line in declared}
     renamed = {
         "pyyaml": "yaml",
+        "markdown-it-py": "markdown_it",
         "pillow": "pil",
         "scikit-learn": "sklearn",
         "scikit-image": "skimage",

@@ -11,7 +11,7 @@ import torch
 from mpp.corruption import KEEP, MASK, RANDOM
 from mpp.encoders import build_encoder
 from mpp.errors import UserError
-from mpp.model import Classifier, MaskedPatchModel, encoder_of, load_encoder
+from mpp.model import Classifier, MaskedPatchModel, encoder_of, load_encoder, represent
 from mpp.positions import resize_line, resize_table, sincos_table
 
 
@@ -221,6 +221,129 @@ def test_the_pretraining_head_has_one_tanh_layer():
     hidden = np.tanh(y @ w["pre_logits.weight"].T + w["pre_logits.bias"])
     np.testing.assert_allclose(model(images).detach().numpy(), hidden @ w["head.weight"].T - 10.0, atol=1e-5)
     assert encoder_of(model) is model.encoder
+
+
+def unlike(encoder):
+    """With weights that hide nothing behind a zero or a one."""
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return encoder.eval()
+
+
+def test_a_model_is_represented_by_what_its_last_layer_reads_and_masked_prediction_by_its_patches():
+    encoder = unlike(tiny_encoder())
+    images = torch.randn(3, 3, 16, 16)
+    classifier = unlike(Classifier(encoder, 5))
+    torch.testing.assert_close(classifier.head(represent(classifier, images)), classifier(images))
+    tokens = encoder.forward_features(images)
+    assert torch.equal(represent(encoder, images), tokens[:, 0])
+    pooled = unlike(tiny_encoder(pool="patches"))
+    assert torch.equal(represent(pooled, images), pooled.forward_features(images)[:, 1:].mean(1))
+    masked = MaskedPatchModel(encoder, 512)
+    assert torch.equal(represent(masked, images), tokens[:, 1:].mean(1))
+    for model in (encoder, classifier, masked):
+        assert torch.equal(represent(model, images, "token"), tokens[:, 0])
+        assert torch.equal(represent(model, images, "patches"), tokens[:, 1:].mean(1))
+
+
+KINDS = (None, "token", "patches")
+HYBRID = {"name": "vit_tiny_r26_s32_224", "patch_size": None, "layers": (1, 1, 1, 1), "width_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"pool": "patches"},
+        {"pool": "gap"},
+        {"position": "learned_2d"},
+        {"position_at": "every_layer"},
+        {"position_at": "every_layer_shared"},
+        {"position": "relative"},
+        {"position": "sincos_2d"},
+        HYBRID,
+    ],
+)
+def test_tokens_of_a_block_are_timms_with_the_final_norm(changes):
+    torch.manual_seed(0)
+    shape = {"patch_size": 4, "embed_dim": 24, "depth": 3, "num_heads": 3, **changes}
+    name = shape.pop("name", "vit_tiny_patch16_224")
+    encoder = unlike(build_encoder(name, image_size=32, **shape))
+    images = torch.randn(2, 3, 32, 32)
+    prefix = encoder.num_prefix_tokens
+    found = encoder.forward_intermediates(
+        images, output_fmt="NLC", norm=True, return_prefix_tokens=True, intermediates_only=True
+    )
+    seen = []
+    for block, parts in enumerate(found, start=1):
+        patches, tokens = parts if prefix else (parts, None)
+        assert torch.equal(represent(encoder, images, "patches", block), patches.mean(1))
+        usual = patches.mean(1) if changes.get("pool") else tokens[:, 0]
+        assert torch.equal(represent(encoder, images, block=block), usual)
+        if prefix:
+            assert torch.equal(represent(encoder, images, "token", block), tokens[:, 0])
+        seen.append(represent(encoder, images, block=block))
+    assert len(seen) == 3 and not any(torch.allclose(seen[2], earlier, atol=1e-2) for earlier in seen[:2])
+    for kind in KINDS if prefix else (None, "patches"):
+        assert torch.equal(represent(encoder, images, kind, 3), represent(encoder, images, kind))
+
+
+def test_an_earlier_block_of_a_classifier_passes_through_its_hidden_layer_as_the_last_does():
+    model = unlike(Classifier(tiny_encoder(), 5))
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(represent(model, images, block=2), represent(model, images))
+    earlier = model.encoder.forward_intermediates(
+        images, [0], output_fmt="NLC", norm=True, return_prefix_tokens=True, intermediates_only=True
+    )[0][1][:, 0]
+    assert torch.equal(represent(model, images, block=1), torch.tanh(model.pre_logits(earlier)))
+    assert torch.equal(represent(MaskedPatchModel(model.encoder, 8), images, "token", 1), earlier)
+
+
+def test_a_norm_that_stands_after_pooling_is_applied():
+    torch.manual_seed(0)
+    encoder = unlike(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, global_pool="avg"))
+    images = torch.randn(2, 3, 32, 32)
+    tokens = encoder.forward_features(images)  # timm leaves them as the last block gives them
+    expected = norm(
+        tokens[:, 1:].mean(1).detach().numpy(), {k: v.detach().numpy() for k, v in encoder.fc_norm.named_parameters()}
+    )
+    np.testing.assert_allclose(represent(encoder, images, "patches").detach().numpy(), expected, atol=1e-4)
+    np.testing.assert_allclose(represent(encoder, images).detach().numpy(), expected, atol=1e-4)
+    assert torch.equal(represent(encoder, images, "token"), encoder.fc_norm(tokens[:, 0]))
+
+
+def test_a_norm_that_stands_before_the_blocks_is_applied():
+    torch.manual_seed(0)
+    encoder = unlike(timm.create_model("vit_tiny_patch16_224", img_size=32, depth=2, pre_norm=True))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(represent(encoder, images, "token"), encoder.forward_features(images)[:, 0])
+
+
+def test_a_resnet_has_the_mean_of_its_map_and_neither_class_token_nor_blocks():
+    torch.manual_seed(0)
+    resnet = unlike(build_encoder("resnetv2_26x1_bit", image_size=64, layers=(1, 1, 1, 1), width_factor=0.5))
+    images = torch.randn(2, 3, 64, 64)
+    cells = resnet.forward_features(images)
+    assert cells.shape[2:] == (2, 2)
+    for model in (resnet, Classifier(resnet, 3)):
+        torch.testing.assert_close(represent(model, images, "patches"), cells.mean((2, 3)))
+        with pytest.raises(UserError, match="features=token: this encoder has no class token; use patches, or null"):
+            represent(model, images, "token")
+        with pytest.raises(UserError, match="block=1: a ResNet has no such blocks; use null"):
+            represent(model, images, block=1)
+    torch.testing.assert_close(represent(resnet, images), cells.mean((2, 3)))
+    classifier = unlike(Classifier(resnet, 3))
+    torch.testing.assert_close(classifier.head(represent(classifier, images)), classifier(images))
+
+
+def test_features_that_a_model_does_not_have_are_refused():
+    images = torch.randn(1, 3, 16, 16)
+    with pytest.raises(UserError, match="no class token; use patches, or null"):
+        represent(tiny_encoder(pool="gap"), images, "token")
+    for block in (-1, 0, 3):
+        with pytest.raises(UserError, match=f"block={block}: the encoder has blocks 1 to 2; use one of them, or null"):
+            represent(tiny_encoder(), images, block=block)
 
 
 @pytest.mark.parametrize(
