@@ -508,6 +508,7 @@ def _beside(plan: CompareConfig, arms: Sequence[Arm], output: Path) -> list[comp
     for name in plan.baselines:
         if name == "shuffled_labels":
             one = _collect(plan, _control(arms[0]), output, None)
+            one.seen = f"as {arms[0].name}"
         else:
             one = _collect(plan, Arm(name, None, "scratch", ()), output, None)
             one.name = _BASELINES[name]

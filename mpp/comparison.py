@@ -11,6 +11,7 @@ from mpp import intervals
 from mpp.intervals import Interval
 from mpp.metrics import hits
 
+PARTS = ("pre-training", "choice of the learning rate", "fine-tuning")  # of an arm's cost
 Sweep = Mapping[str, Mapping[str, Any]]  # by learning rate
 
 
@@ -204,7 +205,7 @@ def cost_rows(arms: Sequence[Arm]) -> list[list[str]]:
     """A row for each arm and part of it, and one for its whole."""
     rows = []
     for arm in arms:
-        parts = [(name, one) for name, one in arm.cost.items() if one.images]
+        parts = [(name, arm.cost[name]) for name in PARTS if name in arm.cost]
         total = sum((one for _, one in parts), Spending())
         for name, one in [*parts, ("all", total)] if parts else []:
             rows.append([arm.name, name, f"{one.images:,}", f"{one.exaflops:.3g}", f"{one.device_hours:.3g}"])

@@ -35,14 +35,14 @@ def write(
         pretrainings: arm -> its recipe and its summary.
     """
     results = _results(output, plan, arms)
-    warnings = [*_failures(arms), *comparison.edge_warnings(arms)]
+    failures, edges = _failures(arms), comparison.edge_warnings(arms)
     facts = [fact for name, found in pretrainings.items() for fact in _pretraining_facts(name, *found)]
     sections = [
         "# Comparison of pre-training methods",
-        *warnings,
+        *failures,
         *results,
         *facts,
-        *_rates(output, plan, arms),
+        *_rates(output, plan, arms, edges),
         *_costs(arms),
         *_published(plan, arms, tunings, pretrainings),
         *_protocol(plan, tunings),
@@ -50,7 +50,7 @@ def write(
         *_pictures(output, pretrainings),
     ]
     report.write(output, "\n\n".join(sections) + "\n")
-    told = [section for section in [*results, *facts, *warnings] if not section.startswith(("#", "!", _INTERVALS))]
+    told = [section for section in [*results, *facts, *failures, *edges] if not section.startswith(("#", "!", _INTERVALS))]
     return "\n\n".join(section.replace("**", "") for section in told)
 
 
@@ -97,8 +97,8 @@ def _bars(arms: Sequence[Arm], test_sets: Sequence[str]) -> tuple[dict[str, Any]
         arm.name: sum(values) / len(values)
         for arm in arms
         if arm.beside and not arm.outcomes
-        for (task, _), values in arm.frozen.items()
-        if task == test_sets[0]
+        for (task, metric), values in arm.frozen.items()
+        if task == test_sets[0] and metric in ("linear_probe_accuracy", "most_frequent_accuracy")
     }
     return bars, lines if len(test_sets) == 1 else {}
 
@@ -144,12 +144,12 @@ def _failures(arms: Sequence[Arm]) -> list[str]:
         f"**{arm.name} is not comparable (†):** its protocol differs, so that no difference is formed with it.\n\n"
         + "\n".join(f"- `{line}`" for line in dict.fromkeys(arm.differs))
         for arm in arms
-        if arm.differs and not arm.beside
+        if arm.differs and not (arm.beside or arm.failure)
     ]
     return found
 
 
-def _rates(output: Path, plan: CompareConfig, arms: Sequence[Arm]) -> list[str]:
+def _rates(output: Path, plan: CompareConfig, arms: Sequence[Arm], edges: Sequence[str]) -> list[str]:
     swept = [arm for arm in arms if arm.sweeps]
     if not swept:
         return []
@@ -168,6 +168,7 @@ def _rates(output: Path, plan: CompareConfig, arms: Sequence[Arm]) -> list[str]:
         "## Learning rates",
         f"Chosen for each arm on the same held-out part of the training images (seed {seeds}); used with all seeds.",
         report.table(header, rows),
+        *edges,
         "![held-out accuracy against the learning rate](figures/rates.png)",
     ]
 

@@ -1,6 +1,7 @@
 """eval/compare.py: a whole small comparison, its numbers recomputed, and its refusals."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,17 +9,17 @@ import yaml
 from conftest import ROOT, command
 
 from eval import compare
+from mpp import config
+from mpp.errors import UserError
 
 COMPARE = ROOT / "eval" / "compare.py"
 
 
-@pytest.fixture(scope="module")
-def compared(tmp_path_factory):
-    """Three arms, two seeds, on crops of photographs; and the same command once more."""
+def write_plan(root, **changes):
+    """Small recipes on crops of photographs, and a plan of them."""
     from conftest import TINY
 
-    root = tmp_path_factory.mktemp("compare")
-    small = {**TINY["data"], "source": "demo"}
+    small = {**TINY["data"], "source": "demo", "max_overlap": 10}
     short = {**TINY["optim"], "steps": 6, "batch_size": 16}
     recipes = {
         "mpp": {"data": small, "optim": short, "objective": {"name": "mpp"}},
@@ -27,6 +28,7 @@ def compared(tmp_path_factory):
             "data": {**small, "per_class": 4},
             "objective": {"name": "supervised"},
             "optim": {**short, "name": "sgd", "learning_rate": [0.01, 0.1], "weight_decay": 0.0},
+            "probe": {"features": "patches", "shots": [1, 3], "seeds": [0, 1], "strengths": [0.001, 0.1]},
         },
     }
     for name, recipe in recipes.items():
@@ -34,114 +36,309 @@ def compared(tmp_path_factory):
             yaml.safe_dump({**TINY, "runtime": {"micro_batch": 16, "log_every": 3, "workers": 0}, **recipe})
         )
     plan = {
-        "finetune": str(root / "tune.yaml"),
+        "tasks": {"crops": [str(root / "tune.yaml")]},
         "seeds": [0, 3],
+        "choice_seeds": [3],
         "arms": {
             "self-supervised": str(root / "mpp.yaml"),
-            "supervised": str(root / "labels.yaml"),
+            "supervised": [str(root / "labels.yaml"), "pretraining.optim.steps=5"],
             "from scratch": "scratch",
+            "twin": "scratch",
+            "other steps": ["scratch", "optim.steps=5"],
+            "gone": "runs/no_such_run",
+            "wild": ["scratch", "optim.learning_rate=1e30"],
         },
-        "baselines": ["random_encoder", "raw_pixels", "chance"],
-    }
-    (root / "compare.yaml").write_text(yaml.safe_dump(plan))
-    first = command(COMPARE, "--recipe", root / "compare.yaml", "--output", root / "out")
-    assert first.returncode == 0, first.stderr
-    return root, first
+        "baselines": ["shuffled_labels", "random_encoder", "raw_pixels", "chance"],
+        "probes": ["linear", "few_shot"],
+        "published": {"from scratch": 0.7791},
+        "published_finetune": "finetune_b16",
+    } | changes
+    (root / "compare.yaml").write_text(yaml.safe_dump(plan, sort_keys=False))
+    return root / "compare.yaml"
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    root = tmp_path_factory.mktemp("compare")
+    return root, command(COMPARE, "--recipe", write_plan(root), "--output", root / "out")
+
+
+def call(*arguments):
+    """The entry point in this process: its status, and what it says of errors."""
+    said = []
+    with pytest.raises(SystemExit) as left, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare.command_line, "_tell", said.append)
+        compare.main([*map(str, arguments)])
+    return left.value.code, "\n".join(said)
+
+
+def records_of(root):
+    return json.loads((root / "out" / "results.json").read_text())
 
 
 def values(records, arm, metric):
     return [record["value"] for record in records if record["arm"] == arm and record["metric"] == metric]
 
 
+def predictions(root, arm, seed):
+    with np.load(root / "out" / "finetune" / arm / "crops" / f"seed_{seed}" / "predictions.npz") as found:
+        return dict(found)
+
+
+def row_of(text, start):
+    return next(
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith(start)
+    )
+
+
 def test_every_arm_and_seed_is_measured_and_paired(compared):
     root, _ = compared
-    records = json.loads((root / "out" / "results.json").read_text())
-    for arm in ("self-supervised", "supervised", "from scratch"):
+    records = records_of(root)
+    for arm in ("self-supervised", "supervised", "from scratch", "twin", "shuffled labels"):
         rows = [record for record in records if record["arm"] == arm and record["metric"] == "accuracy"]
-        assert [record["seed"] for record in rows] == [0, 3]
+        assert sorted(record["seed"] for record in rows) == [0, 3]
         assert all(record["images"] == 1637 and record["train_images"] == 40 for record in rows)
-        assert len(values(records, arm, "linear_probe_accuracy")) == 2
+        assert all(record["data_set"] == "crops" for record in rows)
     # The from-scratch arm's frozen encoder is the random one.
-    assert values(records, "random_encoder", "linear_probe_accuracy") == values(
-        records, "from scratch", "linear_probe_accuracy"
-    )
-    assert (
-        values(records, "raw_pixels", "linear_probe_accuracy")[0]
-        > values(records, "chance", "most_frequent_accuracy")[0]
-    )
+    random, scratch = (values(records, arm, "linear_probe_accuracy") for arm in ("random_encoder", "from scratch"))
+    assert len(random) == 2 and random == scratch
+    assert len(values(records, "self-supervised", "3_shot_accuracy")) == 2
+    chance = values(records, "chance", "most_frequent_accuracy")[0]
+    assert min(values(records, "raw_pixels", "linear_probe_accuracy")) > chance
 
 
-def test_the_arms_differ_in_init_alone(compared):
+def test_accuracies_are_those_of_the_predictions_kept(compared):
+    root, _ = compared
+    for arm in ("self-supervised", "supervised", "from_scratch"):
+        for seed in (0, 3):
+            found = predictions(root, arm, seed)
+            assert found["test"].shape == (1637, 5) and found["test_labels"].shape == (1637,)
+            by_hand = {
+                "accuracy": (found["test"][:, 0] == found["test_labels"]).mean(),
+                "top_5_accuracy": (found["test"] == found["test_labels"][:, None]).any(1).mean(),
+            }
+            for metric, value in by_hand.items():
+                kept = json.loads((root / "out" / "finetune" / arm / "crops" / f"seed_{seed}/results.json").read_text())
+                assert [r["value"] for r in kept if r["metric"] == metric] == [pytest.approx(value, abs=1e-12)]
+
+
+def test_the_arms_differ_in_init_and_their_own_learning_rate_alone(compared):
     root, _ = compared
     recipes = [
-        yaml.safe_load(file.read_text()) for file in sorted((root / "out" / "finetune").glob("*/seed_3/config.yaml"))
+        yaml.safe_load((root / "out" / "finetune" / arm / "crops" / "seed_3" / "config.yaml").read_text())
+        for arm in ("self-supervised", "supervised", "from_scratch")
     ]
     assert len({recipe.pop("init") for recipe in recipes}) == 3
+    assert {recipe["optim"].pop("learning_rate") for recipe in recipes} <= {0.01, 0.1}
     assert recipes[0] == recipes[1] == recipes[2]
 
 
-def test_the_table_is_mean_and_standard_deviation(compared):
-    root, first = compared
-    records = json.loads((root / "out" / "results.json").read_text())
-    found = np.array(values(records, "self-supervised", "accuracy"))
-    expected = f"{found.mean():.3f} ± {found.std(ddof=1):.3f}"
-    report = (root / "out" / "report.md").read_text()
-    for text in (first.stdout, report):
-        row = next(line for line in text.splitlines() if line.startswith("| self-supervised"))
-        assert expected in row and "96 images" in row
-    gain = 100 * (found - values(records, "from scratch", "accuracy"))
-    assert f"**self-supervised** against from scratch: {gain.mean():+.1f} points" in report
-    for name in ("arms.png", "self-supervised_mosaic.png", "self-supervised_curves.png", "supervised_curves.png"):
-        assert f"figures/{name}" in report and (root / "out" / "figures" / name).is_file()
-    assert "not object recognition" in report
-
-
-def test_once_more_trains_nothing_and_says_the_same(compared):
+def test_the_learning_rate_is_chosen_for_an_arm_on_the_choice_seeds_and_used_with_all(compared):
     root, _ = compared
+    for arm in ("self-supervised", "supervised", "from_scratch"):
+        folder = root / "out" / "finetune" / arm / "crops"
+        assert [path.name for path in (folder / "choice").iterdir()] == ["seed_3"]
+        tried = {
+            float(file.parent.name.removeprefix("learning_rate_")): json.loads(file.read_text())
+            for file in (folder / "choice" / "seed_3").glob("sweep/*/summary.json")
+        }
+        assert set(tried) == {0.01, 0.1}
+        best = max(tried, key=lambda rate: (tried[rate]["accuracy"], -tried[rate]["loss"]))
+        used = {json.loads(file.read_text())[0]["learning_rate"] for file in folder.glob("seed_*/results.json")}
+        assert used == {best}
+
+
+def test_the_report_says_what_was_measured(compared):
+    root, done = compared
+    report = (root / "out" / "report.md").read_text()
+    hits = {
+        arm: np.stack(
+            [predictions(root, arm, s)["test"][:, 0] == predictions(root, arm, s)["test_labels"] for s in (0, 3)]
+        )
+        for arm in ("self-supervised", "from_scratch")
+    }
+    for text in (report, done.stdout):
+        row = row_of(text, "| self-supervised ")
+        assert row[1] == "96 images" and row[2] == f"{100 * hits['self-supervised'].mean():.1f}"
+        low, high = map(float, row[3].split(" to "))
+        assert low <= float(row[2]) <= high
+        assert row[4] == " ".join(f"{100 * value:.1f}" for value in hits["self-supervised"].mean(1))
+        gain = 100 * (hits["self-supervised"].mean() - hits["from_scratch"].mean())
+        assert row_of(text, "| self-supervised − from scratch")[1] == f"{gain:+.1f}"
+    for picture in ("arms", "rates", "self-supervised_mosaic", "self-supervised_curves", "supervised_curves"):
+        assert f"(figures/{picture}.png)" in report and (root / "out" / "figures" / f"{picture}.png").is_file()
+    assert "not object recognition" in report
+    page = (root / "out" / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 5 and "figures/" not in page
+
+
+def test_identical_arms_differ_by_nothing(compared):
+    root, done = compared
+    row = row_of(done.stdout, "| from scratch − twin")
+    assert row[1:] == ["+0.0", "+0.0 to +0.0", "+0.0 +0.0", "no difference in any image"]
+    for seed in (0, 3):
+        one, other = predictions(root, "from_scratch", seed), predictions(root, "twin", seed)
+        assert np.array_equal(one["test"], other["test"])
+
+
+def test_arms_that_fail_are_named_and_the_others_finish(compared):
+    root, done = compared
+    assert done.returncode == 2
+    assert "2 of 7 arms failed" in done.stderr and "Traceback" not in done.stderr
+    report = (root / "out" / "report.md").read_text()
+    assert "**gone failed (‡):** init=runs/no_such_run: not found" in report
+    assert "**wild failed (‡):**" in report and "diverged" in report
+    for text in (report, done.stdout):
+        assert row_of(text, "| gone ")[2:5] == ["failed", "", ""]
+        assert row_of(text, "| wild ")[2:5] == ["failed", "", ""]
+        assert "− gone" not in text and "− wild" not in text
+
+
+def test_an_arm_under_another_protocol_is_told_apart(compared):
+    root, _ = compared
+    report = (root / "out" / "report.md").read_text()
+    assert "**other steps is not comparable (†):**" in report and "`optim.steps: 6 there, 5 here`" in report
+    assert row_of(report, "| other steps †")[2] != "" and "− other steps" not in report
+
+
+def test_shuffled_labels_score_at_chance(compared):
+    root, done = compared
+    records = records_of(root)
+    control = values(records, "shuffled labels", "accuracy")
+    assert np.mean(control) < min(np.mean(values(records, arm, "accuracy")) for arm in ("supervised", "from scratch"))
+    assert np.mean(control) == pytest.approx(0.1, abs=0.08)  # ten classes
+    assert "Control: fine-tuned on shuffled labels" in done.stdout and "leaks" not in done.stdout
+
+
+def test_costs_are_those_of_the_runs(compared):
+    root, _ = compared
+    report = (root / "out" / "report.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in report.splitlines()]
+    costs = {row[1]: int(row[2].replace(",", "")) for row in rows if row[:1] == ["supervised"] and len(row) == 5}
+    assert costs == {
+        "pre-training": 5 * 16,
+        "choice of the learning rate": 2 * 6 * 16,  # two rates, one seed
+        "fine-tuning": 2 * 6 * 16,  # two seeds
+        "all": 5 * 16 + 4 * 6 * 16,
+    }
+
+
+def test_published_figures_stand_beside_ours_with_what_differs(compared):
+    root, _ = compared
+    report = (root / "out" / "report.md").read_text()
+    ours = float(row_of(report, "| from scratch ")[2])
+    rows = report[report.index("## Published figures") :]
+    row = row_of(rows, "| from scratch ")
+    assert (
+        row[1] == "77.91"
+        and row[2].startswith(f"{ours:.1f} (")
+        and float(row[3]) == pytest.approx(ours - 77.91, abs=0.06)
+    )
+    for line in ("optim.steps: 20000 there, 6 here", "data.image_size: 384 there, 32 here"):
+        assert f"- `{line}`" in rows
+
+
+def test_once_more_trains_nothing_and_says_the_same(compared, tmp_path, capsys):
+    root, first = compared
+    shutil.copytree(root / "out", tmp_path / "out")
+    shutil.rmtree(tmp_path / "out" / "self-supervised" / "checkpoints")  # of no use any more
     before = (root / "out" / "results.json").read_text()
-    again = command(COMPARE, "--recipe", root / "compare.yaml", "--output", root / "out")
-    assert again.returncode == 0, again.stderr
-    assert "pre-training 6/6" not in again.stdout and again.stdout.count("is finished") == 8
-    assert (root / "out" / "results.json").read_text() == before
+    arms = ["--arm", "self-supervised", "--arm", "supervised", "--arm", "from scratch"]
+    assert call("--recipe", root / "compare.yaml", "--output", tmp_path / "out", *arms)[0] == 0
+    again = capsys.readouterr().out
+    assert "fine-tuning 6/6" not in again and again.count("all of it is finished") == 3
+    assert (tmp_path / "out" / "results.json").read_text() == before
+    assert row_of(again, "| self-supervised ") == row_of(first.stdout, "| self-supervised ")
+
+
+def test_what_is_missing_alone_is_done_again(compared, tmp_path):
+    root, _ = compared
+    shutil.copytree(root / "out", tmp_path / "out")
+    units = sorted((tmp_path / "out" / "finetune").glob("*/crops/seed_*/results.json"))
+    before = {file: file.stat().st_mtime_ns for file in units}
+    gone = tmp_path / "out" / "finetune" / "from_scratch" / "crops" / "seed_0"
+    expected = json.loads((gone / "results.json").read_text())
+    shutil.rmtree(gone)
+    assert call("--recipe", root / "compare.yaml", "--output", tmp_path / "out", "--arm", "from scratch")[0] == 0
+    assert {file for file in units if file.stat().st_mtime_ns != before[file]} == {gone / "results.json"}
+    assert [r["value"] for r in json.loads((gone / "results.json").read_text())] == [r["value"] for r in expected]
+
+
+def test_parts_that_were_measured_apart_are_merged_to_the_same(tmp_path, capsys):
+    arms = {"from scratch": "scratch", "supervised": str(tmp_path / "labels.yaml")}
+    less = {"arms": arms, "baselines": [], "probes": [], "published": {}, "published_finetune": None}
+    plan = write_plan(tmp_path, **less)
+    for part, arm in (("a", "from scratch"), ("b", "supervised")):
+        assert call("--recipe", plan, "--output", tmp_path / part, "--arm", arm)[0] == 0
+        assert capsys.readouterr().out.count("not measured") == 1
+    merge = ["--merge", tmp_path / "a", "--merge", tmp_path / "b"]
+    assert call("--recipe", plan, "--output", tmp_path / "c", *merge)[0] == 0
+    merged = capsys.readouterr().out
+    assert "fine-tuning 6/6" not in merged and "pre-training 6/6" not in merged
+    assert call("--recipe", plan, "--output", tmp_path / "whole")[0] == 0
+    whole = capsys.readouterr().out
+    for start in ("| from scratch ", "| supervised ", "| from scratch − supervised"):
+        assert row_of(merged, start) == row_of(whole, start)
+
+    status, said = call("--recipe", write_plan(tmp_path, **less, seeds=[3]), "--output", tmp_path / "d", *merge)
+    assert status == 2 and "holds another comparison" in said
+    assert not (tmp_path / "d").exists()
 
 
 def test_another_comparison_in_the_folder_is_refused(compared):
     root, _ = compared
-    other = command(COMPARE, "--recipe", root / "compare.yaml", "--output", root / "out", "seeds=[0]")
-    assert other.returncode == 2 and "holds another plan;" in other.stderr and "--overwrite" in other.stderr
+    status, said = call("--recipe", root / "compare.yaml", "--output", root / "out", "seeds=[3]")
+    assert status == 2 and "holds another plan;" in said and "--overwrite" in said
 
 
-def test_what_would_stop_it_later_stops_it_before_it_starts(compared, tmp_path):
+def test_fine_tunings_under_an_edited_protocol_are_not_taken_for_the_same(compared, tmp_path):
     root, _ = compared
-    plan = yaml.safe_load((root / "compare.yaml").read_text())
-    tune = yaml.safe_load((root / "tune.yaml").read_text())
-    faults = {
-        "arm": ({"arms": {"a": "mpp_dmeo"}}, {}, "init=mpp_dmeo: not found"),
-        "objective": ({}, {"objective": {"name": "mpp"}}, "fine-tuning needs supervised"),
-        "classes": ({}, {"data": {**tune["data"], "per_class": 5000}}, "data.per_class=5000: class"),
-        "batch": ({}, {"runtime": {"micro_batch": 7}}, "is not a multiple of runtime.micro_batch=7"),
-        "model": ({}, {"model": {**tune["model"], "depth": 1}}, "unexpected: blocks.1.norm1.weight"),
-    }
-    for name, (in_plan, in_recipe, words) in faults.items():
-        (tmp_path / f"{name}_tune.yaml").write_text(yaml.safe_dump({**tune, **in_recipe}))
-        (tmp_path / f"{name}.yaml").write_text(
-            yaml.safe_dump({**plan, "finetune": str(tmp_path / f"{name}_tune.yaml"), **in_plan})
-        )
-        with pytest.raises(SystemExit) as left, pytest.MonkeyPatch.context() as patch:
-            said = []
-            patch.setattr(compare.command_line, "_tell", said.append)
-            compare.main(["--recipe", str(tmp_path / f"{name}.yaml"), "--output", str(tmp_path / "out")])
-        assert left.value.code == 2 and words in said[0]
-        assert not (tmp_path / "out").exists()
+    shutil.copytree(root, tmp_path / "copy")
+    tune = tmp_path / "copy" / "tune.yaml"
+    for file in (tmp_path / "copy" / "compare.yaml", tmp_path / "copy" / "out" / "config.yaml"):
+        assert str(root / "tune.yaml") in file.read_text()
+        file.write_text(file.read_text().replace(str(root / "tune.yaml"), str(tune)))
+    tune.write_text(tune.read_text().replace("steps: 6", "steps: 4"))
+    folder = tmp_path / "copy" / "out"
+    status, said = call("--recipe", tmp_path / "copy" / "compare.yaml", "--output", folder, "--arm", "twin")
+    assert status == 2
+    assert "fine-tuned under another protocol" in said and "optim.steps: 6 there, 4 here" in said
 
 
-def test_sentences_say_plainly_what_was_measured():
-    def records(arm, accuracies):
-        return [{"arm": arm, "metric": "accuracy", "value": value} for value in accuracies]
+@pytest.mark.parametrize(
+    ("in_plan", "in_recipe", "words"),
+    [
+        ({"arms": {"a": "mpp_dmeo"}}, {}, "init=mpp_dmeo: not found"),
+        ({}, {"objective": {"name": "mpp"}}, "fine-tuning needs supervised"),
+        ({}, {"data": {"per_class": 5000}}, "data.per_class=5000: class"),
+        ({}, {"data": {"max_overlap": 0, "per_class": None}}, "10 test images"),
+        ({}, {"runtime": {"micro_batch": 7}}, "is not a multiple of runtime.micro_batch=7"),
+        ({"arms": {"a": ["scratch", "pretraining.seed=1"]}}, {}, "no pre-training to override"),
+        ({"tests": 1}, {}, "unknown key tests"),
+    ],
+)
+def test_what_would_stop_every_arm_stops_it_before_it_starts(tmp_path, in_plan, in_recipe, words):
+    path = write_plan(tmp_path, **{"arms": {"a": "scratch"}, "published": {}, **in_plan})
+    tune = yaml.safe_load((tmp_path / "tune.yaml").read_text())
+    for section, changes in in_recipe.items():
+        tune[section] = {**tune.get(section, {}), **changes}
+    (tmp_path / "tune.yaml").write_text(yaml.safe_dump(tune))
+    status, said = call("--recipe", path, "--output", tmp_path / "out")
+    assert status == 2 and words in said
+    assert not (tmp_path / "out").exists()
 
-    arms = [compare.Arm("a", None, "runs/a"), compare.Arm("scratch", None, "scratch")]
-    base = records("scratch", [0.5, 0.5])
-    assert "+10.0 points" in compare._differences(arms, records("a", [0.6, 0.6]) + base)[0]
-    assert "helps in every seed" in compare._differences(arms, records("a", [0.6, 0.55]) + base)[0]
-    assert "hurts in every seed" in compare._differences(arms, records("a", [0.4, 0.4]) + base)[0]
-    assert "does not show that it helps" in compare._differences(arms, records("a", [0.6, 0.5]) + base)[0]
+
+def test_an_unknown_arm_on_the_command_line_is_refused(tmp_path):
+    status, said = call("--recipe", write_plan(tmp_path), "--output", tmp_path / "out", "--arm", "twins")
+    assert status == 2 and "--arm twins: no such arm" in said
+
+
+def test_the_papers_comparison_resolves():
+    plan = config.load_compare("compare_b16")
+    assert plan.published == {"self-supervised": 0.799, "supervised": 0.8397, "from scratch": 0.7791}
+    arms = [compare._arm(name, value, ROOT) for name, value in plan.arms.items()]
+    tunings = {arm.name: compare._tuning(plan, arm, "ImageNet", 0) for arm in arms}
+    assert [arm.pretraining.objective.name for arm in arms] == ["mpp", "supervised", "supervised"]
+    assert {tuning.optim.learning_rate for tuning in tunings.values()} == {(0.003, 0.01, 0.03)}  # Table 4
+    with pytest.raises(UserError, match="holds another|no comparison"):
+        compare._require_part(ROOT / "recipes", plan)
