@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -9,29 +10,34 @@ import numpy as np
 
 from mpp import intervals
 from mpp.intervals import Interval
-from mpp.metrics import hits
+from mpp.metrics import hits, labelled
 
 PARTS = ("pre-training", "choice of the learning rate", "fine-tuning")  # of an arm's cost
 Sweep = Mapping[str, Mapping[str, Any]]  # by learning rate
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcome:
     """Predictions of one arm on one test set, seed by seed.
 
     Attributes:
         best: of each seed, int [image, class], the most likely class first.
         labels: int [image], or [image, most] padded with -1; images without a label are left out.
+        inputs: of each seed, what was read, by content: the test images, and the training images.
+        task: whose fine-tunings these are.
     """
 
-    best: Mapping[int, np.ndarray]
+    best: dict[int, np.ndarray]
     labels: np.ndarray
+    inputs: dict[int, tuple[str, str]] = field(default_factory=dict)
+    task: str = ""
 
     def hits(self, seeds: Sequence[int] | None = None) -> np.ndarray:
         """Whether the most likely class is right, bool [seed, image], over the images with a label."""
-        labelled = (self.labels.reshape(len(self.labels), -1) >= 0).any(1)
-        return np.stack([hits(self.best[seed], self.labels)[labelled] for seed in seeds or self.best])
+        counted = labelled(self.labels)
+        return np.stack([hits(self.best[seed], self.labels)[counted] for seed in seeds or self.best])
 
+    @cached_property
     def accuracy(self) -> Interval:
         return intervals.bootstrap(self.hits())
 
@@ -68,7 +74,7 @@ class Arm:
         rates: by task, the learning rate chosen.
         frozen: by task and measure, a figure for each seed, of classifiers on the frozen encoder.
         cost: by part.
-        failure: why it did not finish; None where it did.
+        failures: task -> why it did not finish there.
         differs: what its protocol has other than the plan's, as `key: there, here`.
         beside: whether it stands beside the arms: a baseline or a control, which is not compared.
     """
@@ -80,7 +86,7 @@ class Arm:
     rates: dict[str, float] = field(default_factory=dict)
     frozen: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     cost: dict[str, Spending] = field(default_factory=dict)
-    failure: str | None = None
+    failures: dict[str, str] = field(default_factory=dict)
     differs: list[str] = field(default_factory=list)
     beside: bool = False
 
@@ -108,13 +114,15 @@ def accuracy_rows(arms: Sequence[Arm], test_set: str, measures: Sequence[str]) -
     for arm in arms:
         outcome = arm.outcomes.get(test_set)
         if outcome is not None:
-            found = outcome.accuracy()
+            found = outcome.accuracy
             cells = [percent(found.estimate), f"{percent(found.low)} to {percent(found.high)}"]
             cells.append(" ".join(percent(value) for value in outcome.of_seeds().values()))
         else:
             most = arm.frozen.get((test_set, "most_frequent_accuracy"), [])
-            cells = [spread(most) if arm.beside else "failed" if arm.failure else "not measured", "", ""]
-        marks = (" †" if arm.differs and not arm.beside else "") + (" ‡" if arm.failure and outcome else "")
+            cells = [spread(most) if arm.beside else "failed" if arm.failures else "not measured", "", ""]
+        marks = (" †" if arm.differs and not arm.beside else "") + (
+            " ‡" if outcome and outcome.task in arm.failures else ""
+        )
         rows.append([arm.name + marks, arm.seen, *cells])
         rows[-1] += [spread(arm.frozen.get((test_set, measure), [])) for measure in measures]
     return rows
@@ -146,13 +154,18 @@ class Difference:
 
 
 def differences(arms: Sequence[Arm], test_set: str) -> list[Difference]:
-    """Every pair of arms under one protocol that were measured on the same images, in the order of the arms."""
-    able = [arm for arm in arms if test_set in arm.outcomes and not (arm.differs or arm.beside)]
+    """Every pair of arms that finished under one protocol, on the same images, in the order of the arms."""
+    able = [
+        arm
+        for arm in arms
+        if test_set in arm.outcomes and not (arm.differs or arm.beside or arm.outcomes[test_set].task in arm.failures)
+    ]
     found = []
     for first, second in combinations(able, 2):
         one, other = first.outcomes[test_set], second.outcomes[test_set]
         seeds = [seed for seed in one.best if seed in other.best]
-        if not seeds or not np.array_equal(one.labels, other.labels):
+        same = all(one.inputs.get(seed) == other.inputs.get(seed) for seed in seeds)
+        if not seeds or not same or not np.array_equal(one.labels, other.labels):
             continue
         gain = one.hits(seeds).astype(np.int8) - other.hits(seeds)
         of_seeds = dict(zip(seeds, gain.mean(axis=1).tolist(), strict=True))
@@ -175,8 +188,8 @@ def difference_rows(found: Sequence[Difference]) -> list[list[str]]:
 
 
 def mean_curve(sweeps: Mapping[int, Sweep]) -> dict[float, float | None]:
-    """Mean held-out accuracy by learning rate, over the seeds that tried it; None where it diverged in one."""
-    rates = dict.fromkeys(rate for tried in sweeps.values() for rate in tried)
+    """Mean held-out accuracy by learning rate, of rates that every seed tried; None where it diverged in one."""
+    rates = [rate for rate in next(iter(sweeps.values())) if all(rate in tried for tried in sweeps.values())]
     return {
         float(rate): None
         if any(tried[rate]["diverged"] for tried in sweeps.values())

@@ -7,6 +7,7 @@ from typing import Any
 from mpp import comparison, config, pictures, report, tasks
 from mpp.comparison import Arm, percent
 from mpp.config import CompareConfig, RunConfig
+from mpp.files import slug
 
 _MEASURES = {"linear_probe_accuracy": "linear probe, frozen"}
 _INTERVALS = (
@@ -50,7 +51,9 @@ def write(
         *_pictures(output, pretrainings),
     ]
     report.write(output, "\n\n".join(sections) + "\n")
-    told = [section for section in [*results, *facts, *failures, *edges] if not section.startswith(("#", "!", _INTERVALS))]
+    told = [
+        section for section in [*results, *facts, *failures, *edges] if not section.startswith(("#", "!", _INTERVALS))
+    ]
     return "\n\n".join(section.replace("**", "") for section in told)
 
 
@@ -87,7 +90,7 @@ def _bars(arms: Sequence[Arm], test_sets: Sequence[str]) -> tuple[dict[str, Any]
     """For the picture: by test set and arm the interval and each seed; and the baselines of the first."""
     bars = {
         name: {
-            arm.name: (arm.outcomes[name].accuracy(), list(arm.outcomes[name].of_seeds().values()))
+            arm.name: (arm.outcomes[name].accuracy, list(arm.outcomes[name].of_seeds().values()))
             for arm in arms
             if name in arm.outcomes
         }
@@ -110,7 +113,7 @@ def _overview(plan: CompareConfig, arms: Sequence[Arm]) -> str:
     for arm in arms:
         if arm.beside:
             continue
-        found = {task: arm.outcomes[task].accuracy().estimate for task in plan.tasks if task in arm.outcomes}
+        found = {task: arm.outcomes[task].accuracy.estimate for task in plan.tasks if task in arm.outcomes}
         means = tasks.group_means(found)
         cells = [percent(found[task]) if task in found else "" for task in plan.tasks]
         rows.append([arm.name, *cells, *(percent(means[group]) if group in means else "" for group in groups)])
@@ -127,7 +130,7 @@ def _control(arms: Sequence[Arm], test_set: str) -> list[str]:
     ]
     if not found or not most:
         return []
-    interval, chance = found[0].outcomes[test_set].accuracy(), most[0][0]
+    interval, chance = found[0].outcomes[test_set].accuracy, most[0][0]
     text = (
         f"Control: fine-tuned on shuffled labels, the test accuracy is {percent(interval.estimate)} "
         f"({percent(interval.low)} to {percent(interval.high)}); always the most frequent class scores "
@@ -139,12 +142,14 @@ def _control(arms: Sequence[Arm], test_set: str) -> list[str]:
 
 
 def _failures(arms: Sequence[Arm]) -> list[str]:
-    found = [f"**{arm.name} failed (‡):** {arm.failure}" for arm in arms if arm.failure]
+    found = [
+        f"**{arm.name} failed on {task} (‡):** {message}" for arm in arms for task, message in arm.failures.items()
+    ]
     found += [
         f"**{arm.name} is not comparable (†):** its protocol differs, so that no difference is formed with it.\n\n"
         + "\n".join(f"- `{line}`" for line in dict.fromkeys(arm.differs))
         for arm in arms
-        if arm.differs and not (arm.beside or arm.failure)
+        if arm.differs and not (arm.beside or arm.failures)
     ]
     return found
 
@@ -180,8 +185,9 @@ def _costs(arms: Sequence[Arm]) -> list[str]:
     return [
         "## Cost",
         report.table(["arm", "part", "images", "exaFLOPs", "device-hours"], rows),
-        "Images that were trained on; a multiply-add counts as 2 and training as three forward passes (ViT paper, "
-        "Table 6); hours of all processes, as measured, measuring included.",
+        "Images that were planned to be trained on; a multiply-add counts as 2 and training as three forward passes "
+        "(ViT paper, Table 6); hours of all processes, testing included. Of an arm that starts from a checkpoint made "
+        "elsewhere, its pre-training is not counted.",
     ]
 
 
@@ -195,53 +201,63 @@ def _published(
     if not plan.published:
         return []
     task = next(iter(plan.tasks))
-    by_name, rows, lines = {arm.name: arm for arm in arms}, [], []
+    by_name, rows = {arm.name: arm for arm in arms}, []
     for name, figure in plan.published.items():
         outcome = by_name[name].outcomes.get(task)
-        ours = outcome.accuracy() if outcome else None
+        ours = outcome.accuracy if outcome else None
         shown = f"{percent(ours.estimate)} ({percent(ours.low)} to {percent(ours.high)})" if ours else "not measured"
         gap = f"{100 * (ours.estimate - figure):+.1f}" if ours else ""
         rows.append([name, f"{100 * figure:.2f}", shown, gap])
-    if plan.published_finetune:
-        there = config.load_run(plan.published_finetune)[0]
-        lines += _keys(f"Fine-tuning, `{plan.published_finetune}`", there, tunings[task])
-    for name, recipe in plan.published_recipes.items():
-        if recipe is not None and name in pretrainings:
-            lines += _keys(f"Pre-training of {name}, `{recipe}`", config.load_run(recipe)[0], pretrainings[name][0])
+    recipe = plan.published_finetune
+    lines = [_keys("Fine-tuning", recipe, tunings[task])] if recipe else ["- Fine-tuning: its recipe is not stated."]
+    for name in plan.published:
+        recipe, title = plan.published_recipes.get(name), f"Pre-training of {name}"
+        if recipe is None or name not in pretrainings:
+            lines.append(f"- {title}: not compared, for no recipe of it is stated or none was run here.")
+        else:
+            lines.append(_keys(title, recipe, pretrainings[name][0]))
     return [
         "## Published figures",
         report.table(["arm", "published", "here", "difference in points"], rows),
-        "Other protocols give other figures. What differs from the recipes of the published ones:"
-        if lines
-        else "The protocols are the published ones, as far as recipes state them.",
-        *lines,
+        "Other protocols give other figures. What differs here from the recipes of the published ones:",
+        "\n".join(lines),
     ]
 
 
-def _keys(title: str, there: RunConfig, here: RunConfig) -> list[str]:
-    ignored = ("seed:", "init:", "data.source:")
-    changed = [line for line in config.changed_keys(there, here) if not line.startswith(ignored)]
-    listed = "\n".join(f"- `{line}`" for line in changed)
-    return [f"{title}:\n\n{listed}"] if changed else []
+def _keys(title: str, published: str, here: RunConfig) -> str:
+    """The keys in which a recipe differs from the published one, as a list."""
+    changed = config.changed_keys(config.load_run(published)[0], here)
+    listed = "".join(f"\n  - `{line}`" for line in changed if not line.startswith(("seed:", "init:")))
+    return f"- {title}, from `{published}`:{listed}" if listed else f"- {title}: as `{published}`."
 
 
 def _protocol(plan: CompareConfig, tunings: Mapping[str, RunConfig]) -> list[str]:
     lines = []
     for task, tuning in tunings.items():
-        optim, recipe = tuning.optim, plan.tasks[task][0]
-        held = f"split {tuning.data.choice_split}" if tuning.data.choice_split else f"{tuning.data.holdout:.0%} of them"
-        labelled = "all" if tuning.data.per_class is None else f"{tuning.data.per_class} a class of the"
-        overlap = f" {tuning.data.max_overlap} test images may be among them." if tuning.data.max_overlap else ""
-        lines.append(
-            f"- {task}: `{recipe}`, {optim.name}, {optim.steps:,} steps of {optim.batch_size}, at "
-            f"{tuning.data.image_size} pixels; {labelled} labelled images of {tuning.data.source}, of which the "
-            f"learning rate is chosen on {held}; then trained on all of them.{overlap}"
+        optim, recipe, data = tuning.optim, plan.tasks[task][0], tuning.data
+        labelled = "all" if data.per_class is None else f"{data.per_class} a class of the"
+        text = (
+            f"- {task}: `{recipe}`, {optim.name}, {optim.steps:,} steps of {optim.batch_size}, at {data.image_size} "
+            f"pixels; {labelled} labelled images of {data.source}"
         )
+        if isinstance(optim.learning_rate, tuple) and len(optim.learning_rate) > 1:
+            held = f"split {data.choice_split}" if data.choice_split else f"{data.holdout:.0%} of them"
+            text += f", of which the learning rate is chosen on {held}; then trained on all of them"
+        text += f". {data.max_overlap} test images may be among them." if data.max_overlap else "."
+        if plan.probes:
+            probe = tuning.probe
+            read = probe.features or "what the last layer reads"
+            text += f" Frozen encoders are read at {data.image_size} pixels ({read})"
+            if "few_shot" in plan.probes:
+                text += f"; shots are drawn from the whole training split, seeds {list(probe.seeds)}"
+            text += "."
+        lines.append(text)
     return [
         "## Protocol",
-        "One recipe for all arms, who differ in their first weights alone. No test image is among the training images, "
-        "by content, but where it is said. The test split is read once an arm and seed, after the learning rate was "
-        f"chosen. Seeds: {', '.join(map(str, plan.seeds))}.",
+        "One recipe for all arms, which differ in their first weights alone, but for those marked †. No test image is "
+        "among the images of the fine-tuning, by content, but where it is said; those of pre-training are not looked "
+        "at. The test split is read once an arm and seed, after the learning rate was chosen. "
+        f"Seeds: {', '.join(map(str, plan.seeds))}.",
         "\n".join(lines),
     ]
 
@@ -285,7 +301,7 @@ def _pictures(output: Path, pretrainings: Mapping[str, Any]) -> list[str]:
             ("mosaic.png", "Held-out images: image, what the encoder saw, predicted and true colors"),
             ("curves.png", "Loss and accuracy over the steps"),
         ]:
-            file = f"figures/{name.replace(' ', '_').replace('/', '_')}_{picture}"
+            file = f"figures/{slug(name)}_{picture}"
             if (output / file).is_file():
                 shown += [f"![{caption}]({file})", f"{caption}."]
         sections += [f"## Pre-training: {name}", *shown] if shown else []

@@ -21,7 +21,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from mpp.errors import UserError
-from mpp.files import write_text
+from mpp.files import slug, write_text
 
 # Keys and sections that do not change the results of a run: what is done about an image that can't be read
 # does not change what was trained before it was met, and probes only look on.
@@ -300,6 +300,8 @@ class RunConfig:
     probe: ProbeConfig = field(default_factory=ProbeConfig)
 
 
+# Folders of a comparison, and what stands beside its arms.
+RESERVED = {"finetune", "frozen", "figures", "chance", "raw_pixels", "random_encoder", "shuffled_labels"}
 BASELINES = Literal["chance", "raw_pixels", "random_encoder", "shuffled_labels"]
 
 
@@ -439,6 +441,21 @@ def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
     for name in [*config.published, *config.published_recipes]:
         if name not in config.arms:
             raise UserError(f"{recipe}: published figures for {name}, which is no arm; arms: {', '.join(config.arms)}")
+    for name, figure in config.published.items():
+        if not 0 < figure < 1:
+            raise UserError(f"{recipe}: published.{name}={figure} must be a share in (0, 1), such as 0.799")
+    if (config.published_recipes or config.published_finetune) and not config.published:
+        raise UserError(f"{recipe}: published_recipes and published_finetune go with published, which is missing")
+    for published in [config.published_finetune, *config.published_recipes.values()]:
+        if published is not None:
+            load_run(published)
+    for kind, names in (("arms", config.arms), ("tasks", config.tasks)):
+        slugs = [slug(name) for name in names]
+        if len(set(slugs)) < len(slugs):
+            raise UserError(f"{recipe}: two of its {kind} would have the same folder; name one otherwise")
+    taken = {slug(name) for name in config.arms} & RESERVED
+    if taken:
+        raise UserError(f"{recipe}: an arm can't be named {sorted(taken)[0]}, for something else is called so")
     return config
 
 
@@ -561,6 +578,14 @@ def check_run(config: RunConfig) -> None:
         (optim.steps > 0, f"optim.steps={optim.steps} must be positive"),
         (optim.batch_size > 0, f"optim.batch_size={optim.batch_size} must be positive"),
         (all(rate > 0 for rate in rates) and rates, f"optim.learning_rate={optim.learning_rate} must be positive"),
+        (len(set(rates)) == len(rates), f"optim.learning_rate={list(rates)} names one twice"),
+        *[
+            (
+                re.fullmatch(r"[A-Za-z0-9_-]+", name) and name not in ("test", "file", "allow_pickle"),
+                f"tests.{name}: choose another name, of letters, digits, _ and -",
+            )
+            for name in config.tests
+        ],
         (
             0 <= optim.warmup_steps < optim.steps,
             f"optim.warmup_steps={optim.warmup_steps} must be smaller than optim.steps={optim.steps}",

@@ -1,13 +1,16 @@
 """Frozen encoders by their REF: features that are made once, and classifiers on them."""
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import Accelerator
+from timm.models import VisionTransformer
 from torch import nn
 
 import mpp
@@ -15,7 +18,6 @@ from mpp import (
     checkpoint,
     config,
     contents,
-    data,
     files,
     frozen,
     intervals,
@@ -31,32 +33,48 @@ from mpp.console import Console
 from mpp.errors import UserError
 from mpp.features import cached, features, pixels
 from mpp.frozen import Read, Rows
+from mpp.model import Classifier, MaskedPatchModel, represent
 from mpp.sources import Source
 
 _SILENT = Console(quiet=True)
 Parts = list[tuple[Source, np.ndarray]]  # rows to fit on, to choose the strength on, to test on
 
 
-def frozen_model(recipe: RunConfig) -> tuple[nn.Module, wiring.Pixels, wiring.Pixels, str]:
-    """What a recipe's `init` names: a whole model where it is a pre-training's folder, else an encoder.
+def frozen_model(recipe: RunConfig) -> tuple[nn.Module, wiring.Pixels, wiring.Pixels]:
+    """The encoder that a recipe starts from, in the whole model of its pre-training where that is beside it.
 
     Returns:
-        The model, its pixel mean and standard deviation, and a text that is equal for equal weights only.
+        The model, its pixel mean and standard deviation.
+
+    Raises:
+        UserError: there are no weights, or they do not fit the recipe's model.
     """
     if recipe.init == "scratch":
-        encoder, mean, std = wiring.frozen_encoder(recipe)
-        return encoder, mean, std, f"scratch {recipe.seed} {dataclasses.asdict(recipe.model)}"
-    file = checkpoint.weights_file(recipe.init)
-    beside = file.parent / "objective.safetensors"
-    key = " ".join(files.fingerprint(one) for one in (file, beside) if one.is_file())
-    key += f" {dataclasses.asdict(recipe.model)}"
-    folder = Path(recipe.init).expanduser()
-    if (folder / "config.yaml").is_file() and beside.is_file():
-        before, _ = config.load_run(str(folder / "config.yaml"))
-        own = dataclasses.replace(before.model, position_resize=recipe.model.position_resize)
-        resized = dataclasses.replace(before.data, image_size=recipe.data.image_size)
-        return *wiring.pretrained_model(dataclasses.replace(before, model=own, data=resized), folder), key
-    return *wiring.frozen_encoder(recipe), key
+        return wiring.frozen_encoder(recipe)
+    file = checkpoint.weights_file(recipe.init)  # once, for a run that goes on may have a newer one a moment later
+    encoder, mean, std = wiring.frozen_encoder(dataclasses.replace(recipe, init=str(file)))
+    beside = file.with_name("objective.safetensors")
+    if not beside.is_file():
+        return encoder, mean, std
+    there = checkpoint.read_weights(beside)
+    outputs = len(there["head.bias"])
+    model: nn.Module
+    if "mask_embedding" in there:
+        assert isinstance(encoder, VisionTransformer)
+        model = MaskedPatchModel(encoder, outputs)
+    else:
+        model = Classifier(encoder, outputs)
+    checkpoint.load_objective(beside.parent, model, encoder)
+    return model, mean, std
+
+
+def _digest(model: nn.Module) -> str:
+    """Equal for equal weights only."""
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode())
+        found.update(value.cpu().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()[:32]
 
 
 def open_labelled(recipe: RunConfig, console: Console = _SILENT) -> tuple[Source, Source]:
@@ -76,17 +94,22 @@ def reader(recipe: RunConfig, accelerator: Accelerator) -> Read:
     """Reads features of the encoder that a recipe starts from, as its evaluation cuts images.
 
     They are kept by content of weights and images (`mpp/features.py`), so that nothing is computed twice.
+
+    Raises:
+        UserError: as `frozen_model`, or the model has no such features; before any image is read.
     """
-    model, mean, std, weights = frozen_model(recipe)
-    model.to(accelerator.device)
+    model, mean, std = frozen_model(recipe)
     view, chosen = wiring.view_of(recipe), recipe.probe
-    workers = wiring.worker_count(recipe, accelerator.num_processes)
+    represent(model, torch.zeros(1, 3, view.image_size, view.image_size), chosen.features, chosen.block)
     seen = [view.image_size, view.eval_crop, view.resize, mean, std, chosen.features, chosen.block]
+    known = [mpp.__version__, _digest(model), json.dumps([dataclasses.asdict(recipe.model), *seen])]
+    model.to(accelerator.device)
+    workers = wiring.worker_count(recipe, accelerator.num_processes)
 
     def read(source: Source, rows: Rows) -> np.ndarray:
         images = contents.digest(source, rows, workers=workers)
         return cached(
-            [mpp.__version__, weights, json.dumps(seen), images],
+            [*known, images],
             lambda: features(
                 model,
                 source,
@@ -112,28 +135,23 @@ def pixel_reader(recipe: RunConfig) -> Read:
     return lambda source, rows: pixels(source, rows, view).reshape(len(rows), -1).astype(np.float32)
 
 
-def linear(read: Read, parts: Parts, recipe: RunConfig) -> probe.Logistic:
+def linear(read: Read, parts: Parts, recipe: RunConfig, device: torch.device | str = "cpu") -> probe.Logistic:
     """A linear classifier on frozen features, its strength chosen on the second part.
 
     Args:
         parts: what `labelled_parts` returns.
+        device: where it is fitted.
     """
     fit, choice, test = ((read(source, rows), np.asarray(source.labels)[rows]) for source, rows in parts)
-    classes = len(parts[0][0].classes or [])
-    return probe.logistic(*fit, test[0], classes, strengths=recipe.probe.strengths, choice=choice)
+    classes, strengths = len(parts[0][0].classes or []), recipe.probe.strengths
+    return probe.logistic(*fit, test[0], classes, strengths=strengths, choice=choice, device=device)
 
 
 def labelled_parts(recipe: RunConfig, train: Source, test: Source) -> Parts:
     """Labelled images as a fine-tuning's seed draws them: to fit on, to choose on, and the whole test split."""
+    if recipe.data.holdout or recipe.data.choice_split:  # a strength is chosen where one learning rate would not be
+        recipe = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=(1.0, 2.0)))
     fit_rows, choice_rows = wiring.labelled_rows(recipe, train)
-    if not len(choice_rows) and recipe.data.holdout:  # one learning rate needs no choice, a classifier's strength does
-        fit_rows, choice_rows = data.labelled_rows(
-            train,
-            recipe.seed,
-            recipe.data.per_class,
-            recipe.data.holdout,
-            data.subset_rows(len(train), recipe.data.subset),
-        )
     return [(train, fit_rows), (train, choice_rows), (test, np.arange(len(test)))]
 
 
@@ -180,21 +198,32 @@ def resolve(name: str | None, overrides: Sequence[str], console: Console) -> tup
     run's model and its way of cutting images: a frozen encoder is looked at as it was trained.
 
     Raises:
-        UserError: there is none, or it is no recipe for labelled images.
+        UserError: there is none, or it is no recipe for labelled images, or a key would do nothing.
     """
-    overrides = list(overrides)
     if name is None:
-        path, name, more = run_folder.newest_pretraining(Path("runs"), overrides)
-        more += [f"init={path}"] if path is not None else []
-        before = path or Path(next(value for value in overrides if value.startswith("init=")).partition("=")[2])
-        more += run_folder.cut_overrides(config.load_run(str(before.expanduser() / "config.yaml"))[0], overrides)
-        console.say(f"with the recipe {name}, as the run: {' '.join(more)}" if more else f"with the recipe {name}")
-        overrides += more
+        path, name, model = run_folder.newest_pretraining(Path("runs"), overrides)
+        given = [value.removeprefix("init=") for value in overrides if value.startswith("init=")]
+        before, _ = config.load_run(str((path or Path(given[-1]).expanduser()) / "config.yaml"))
+        own = [f"init={path}"] if path is not None else []
+        own += [*model, *run_folder.cut_overrides(before, overrides)]
+        if before.objective.name == "supervised" and before.model.pool != config.load_run(name)[0].model.pool:
+            own.append(f"model.pool={json.dumps(before.model.pool)}")  # which its last layer was trained on
+        console.say(f"with the recipe {name}, as the run: {' '.join(dict.fromkeys(own))}")
+        overrides = [*own, *overrides]
     recipe, defaults = config.load_run(name, overrides)
-    wiring.require_supervised(recipe)
+    if recipe.objective.name != "supervised":
+        raise UserError(
+            f"--recipe {name} (objective.name={recipe.objective.name}) is a pre-training; name a recipe for labelled "
+            "images, such as finetune_demo, or none for the one that the run names"
+        )
+    values = config.flat(recipe)
+    for key in ("data.shuffle_labels", "probe.source", "probe.train_split", "probe.test_split"):
+        if values[key]:
+            raise UserError(f"{key}={values[key]} does nothing here: images and labels are those of data.source")
+    defaults = [default for default in defaults if default.startswith(("data.", "model."))]
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
-    return recipe, Path(recipe.init).name or recipe.init
+    return recipe, Path(recipe.init).expanduser().resolve().name
 
 
 def _open(
@@ -202,10 +231,30 @@ def _open(
 ) -> tuple[Path, Accelerator, Source, Source]:
     """Folder, processes, and the two splits; what can't be evaluated is refused before anything is written."""
     output = output or Path("runs") / kind / name
-    run_folder.look_into(output, recipe, kind, overwrite)
-    processes = wiring.start_processes(recipe, console)
+    _require_own_folder(output, recipe, kind, overwrite)
+    processes = wiring.start_processes(recipe, _SILENT)
+    count = processes.num_processes
+    console.say(f"{count} process{'es' if count > 1 else ''} on {processes.device.type}, features in float32")
     train, test = open_labelled(recipe, console)
     return output, processes, train, test
+
+
+def _require_own_folder(output: Path, recipe: RunConfig, kind: str, overwrite: bool) -> None:
+    """Raises UserError where a folder holds anything but this evaluation."""
+    before, summary = output / "config.yaml", output / "summary.json"
+    if before.is_file() and not (summary.is_file() and files.read_json(summary).get("kind") == kind):
+        raise UserError(f"--output {output} holds another kind of run, which must stay; name another folder")
+    run_folder.look_into(output, recipe, kind, overwrite)
+    if not before.is_file() or overwrite:
+        return
+    there, here = config.flat(config.load_run(str(before))[0]), config.flat(recipe)
+    changed = [key for key in here if key.startswith("probe.") and there[key] != here[key]]
+    if changed:
+        listed = "\n  ".join(f"{key}: {there[key]} there, {here[key]} here" for key in changed)
+        raise UserError(
+            f"--output {output} holds another evaluation; name another folder, or give --overwrite to replace it. "
+            f"What differs:\n  {listed}"
+        )
 
 
 def _close(
@@ -217,19 +266,52 @@ def _close(
     lines: Sequence[str],
 ) -> None:
     if processes.is_main_process:
-        (output / "figures").mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
+        files.write_text(output / "summary.json", json.dumps({"kind": kind, "recipe_hash": config.recipe_hash(recipe)}))
         config.save(recipe, output / "config.yaml")
         if kind == "few_shot":
+            (output / "figures").mkdir(exist_ok=True)
             pictures.draw_shots(output / "figures" / "few_shot.png", records)
         files.write_text(output / "results.json", json.dumps(records, indent=1))
-        files.write_text(output / "summary.json", json.dumps({"kind": kind, "recipe_hash": config.recipe_hash(recipe)}))
         report.write(output, "\n\n".join(lines) + "\n")
     processes.wait_for_everyone()
 
 
-def _how(recipe: RunConfig) -> dict[str, Any]:
+def _how(recipe: RunConfig, test: Source, overlap: int) -> dict[str, Any]:
+    """What all records of an evaluation say of it."""
     chosen = recipe.probe
-    return {"features": chosen.features, "block": chosen.block, "image_size": recipe.data.image_size}
+    weights = None if recipe.init == "scratch" else str(checkpoint.weights_file(recipe.init))
+    return {
+        "images": len(test),
+        "overlap": overlap,
+        "features": chosen.features,
+        "block": chosen.block,
+        "image_size": recipe.data.image_size,
+        "weights": weights,
+    }
+
+
+def _in_words(recipe: RunConfig, how: Mapping[str, Any]) -> str:
+    """The same for a reader of the report."""
+    features = {
+        "token": "the class token",
+        "patches": "the mean of the patches",
+        None: "what the last layer reads (after masked patch prediction, the mean of the patches)",
+    }[recipe.probe.features]
+    block = f" after block {recipe.probe.block}" if recipe.probe.block else ""
+    text = (
+        f"{how['images']:,} test images of {recipe.data.source} at {recipe.data.image_size} pixels. Weights: "
+        f"{how['weights'] or f'drawn by seed {recipe.seed}'}; features: {features}{block}."
+    )
+    if how["overlap"]:
+        text += f" {how['overlap']} test images are training images, too (data.max_overlap={recipe.data.max_overlap})."
+    return text
+
+
+def _interval(hits: np.ndarray) -> list[str]:
+    """Accuracy and its interval as two cells, of hits [seed, image]."""
+    found = intervals.bootstrap(hits)
+    return [percent(found.estimate), f"{percent(found.low)} to {percent(found.high)}"]
 
 
 def run_few_shot(
@@ -250,18 +332,22 @@ def run_few_shot(
     if dry_run:
         console.say(config.to_yaml(recipe))
         return
+    if recipe.data.subset is not None:
+        raise UserError(
+            f"data.subset={recipe.data.subset} does nothing here: images are drawn from the whole training split"
+        )
     output, processes, train, test = _open(recipe, name, "few_shot", output, overwrite, console)
     chosen, most = recipe.probe, max(recipe.probe.shots)
-    drawn = {seed: frozen.shot_rows(train, seed, most, allow_fewer) for seed in chosen.seeds}
-    wiring.require_disjoint(recipe, train, np.unique(np.concatenate(list(drawn.values()))), test)
+    drawn = [frozen.shot_rows(train, seed, most, allow_fewer) for seed in chosen.seeds]
     counts = np.bincount(np.asarray(train.labels), minlength=len(train.classes or []))
     short = {(train.classes or [])[label]: int(counts[label]) for label in np.flatnonzero(counts < most)}
+    listed = [f"{label} {count}" for label, count in short.items()]
     if short:
-        listed = ", ".join(f"{label} {count}" for label, count in list(short.items())[:5])
-        console.say(
-            f"--allow-fewer: {len(short)} classes have fewer than {most} images ({listed}); all of them are used"
-        )
-    found = few_shot(reader(recipe, processes), recipe, train, test, allow_fewer)
+        more = f" and {len(listed) - 5} more" if len(listed) > 5 else ""
+        console.say(f"fewer than {most} images, all of them used: {', '.join(listed[:5])}{more}")
+    read = reader(recipe, processes)
+    how = _how(recipe, test, wiring.require_disjoint(recipe, train, np.unique(np.concatenate(drawn)), test))
+    found = few_shot(read, recipe, train, test, allow_fewer)
     records = [
         record(
             dataclasses.replace(recipe, seed=seed),
@@ -271,33 +357,25 @@ def run_few_shot(
             shots=shots,
             form=chosen.form,
             strength=chosen.strength,
-            images=len(hits),
             fewer={label: count for label, count in short.items() if count < shots},
-            **_how(recipe),
+            **how,
         )
         for (shots, seed), hits in found.items()
     ]
     rows = []
     for shots in chosen.shots:
         hits = np.stack([found[shots, seed] for seed in chosen.seeds])
-        interval = intervals.bootstrap(hits)
-        each = " ".join(percent(value) for value in hits.mean(axis=1))
-        rows.append(
-            [str(shots), percent(interval.estimate), f"{percent(interval.low)} to {percent(interval.high)}", each]
-        )
+        rows.append([str(shots), *_interval(hits), " ".join(percent(value) for value in hits.mean(axis=1))])
     table = report.table(["images a class", "accuracy", "95 % interval", "each seed"], rows)
     form = "standardised features and a constant (Google's code)" if chosen.form == "whitened" else "plain features"
     lines = [
         f"# Few-shot accuracy of {recipe.init}",
         table,
-        f"Regularised least squares to -1 and 1 on {form}, strength {chosen.strength:g}; features: "
-        f"{chosen.features or 'what the last layer reads'}"
-        + (f" after block {chosen.block}" if chosen.block else "")
-        + f"; {len(test):,} test images of {recipe.data.source} at {recipe.data.image_size} pixels.",
+        *([f"Fewer than {most} images, all of them used: {', '.join(listed)}."] if short else []),
+        f"Percent of {_in_words(recipe, how)} Regularised least squares to -1 and 1 on {form}, strength "
+        f"{chosen.strength:g}. Intervals are over other test images and other labelled ones.",
         "![accuracy against the number of labelled images](figures/few_shot.png)",
     ]
-    if short:
-        lines.insert(2, f"Classes with fewer images, all used: {', '.join(f'{k} {v}' for k, v in short.items())}.")
     _close(output, recipe, "few_shot", processes, records, lines)
     console.say(f"{table}\nreport: {output / 'report.html'}")
 
@@ -320,34 +398,32 @@ def run_linear_probe(
         return
     output, processes, train, test = _open(recipe, name, "linear_probe", output, overwrite, console)
     chosen, parts = recipe.probe, labelled_parts(recipe, train, test)
-    rows = np.union1d(parts[0][1], parts[1][1])
-    wiring.require_disjoint(recipe, train, rows, test)
+    rows = np.concatenate([rows for _, rows in parts[:2]])
     if max(chosen.neighbors) > len(rows):
         raise UserError(f"probe.neighbors={list(chosen.neighbors)}: there are {len(rows)} training images; use fewer")
     read = reader(recipe, processes)
-    fitted = linear(read, parts, recipe)
-    labels, tested = np.asarray(test.labels), parts[2][1]
+    how = _how(recipe, test, wiring.require_disjoint(recipe, train, np.sort(rows), test))
+    device = processes.device if processes.device.type == "cuda" else "cpu"  # not all others have float64
+    fitted = linear(read, parts, recipe, device)
     scores = probe.nearest(
-        read(train, rows),
+        np.concatenate([read(source, some) for source, some in parts[:2]]),
         np.asarray(train.labels)[rows],
-        read(test, tested),
+        read(*parts[2]),
         len(train.classes or []),
         neighbors=chosen.neighbors,
         temperature=chosen.temperature,
+        device=device,
     )
-    hits = {"linear_probe_accuracy": fitted.scores.argmax(1) == labels}
-    hits |= {f"{count}_nn_accuracy": scores[count].argmax(1) == labels for count in chosen.neighbors}
-    about = {"images": len(test), "train_images": len(rows), **_how(recipe)}
-    about_linear = {"strength": fitted.strength, "at_edge": fitted.at_edge, "converged": fitted.converged}
+    of_linear = {"strength": fitted.strength, "at_edge": fitted.at_edge, "converged": fitted.converged}
+    measured = [("linear", "linear_probe_accuracy", fitted.scores, of_linear)]
+    for count in chosen.neighbors:
+        of_nearest = {"temperature": chosen.temperature}
+        measured.append((f"{count} nearest neighbours", f"{count}_nn_accuracy", scores[count], of_nearest))
     records = [
-        record(recipe, recipe.init, metric, float(one.mean()), **about, **(about_linear if "linear" in metric else {}))
-        for metric, one in hits.items()
+        record(recipe, recipe.init, metric, accuracy_on(some, test), train_images=len(rows), **how, **more)
+        for _, metric, some, more in measured
     ]
-    shown = []
-    for metric, one in hits.items():
-        interval = intervals.bootstrap(one[None])
-        title = "linear" if "linear" in metric else f"{metric.split('_')[0]} nearest neighbours"
-        shown.append([title, percent(interval.estimate), f"{percent(interval.low)} to {percent(interval.high)}"])
+    shown = [[title, *_interval((some.argmax(1) == np.asarray(test.labels))[None])] for title, _, some, _ in measured]
     table = report.table(["classifier", "accuracy", "95 % interval"], shown)
     warnings = []
     if fitted.at_edge:
@@ -357,23 +433,16 @@ def run_linear_probe(
         )
     if not fitted.converged:
         warnings.append("Warning: the linear classifier did not reach its optimum; its accuracy may be too low.")
-    tried = report.table(
-        ["inverse regularisation", "held-out accuracy"],
-        [[f"{strength:g}", percent(value)] for strength, value in fitted.tried.items()],
-    )
+    where = f"{len(parts[1][1]):,} held-out training images" if fitted.tried else "nothing, for data.holdout=0"
     lines = [
         f"# Linear probe of {recipe.init}",
         table,
         *warnings,
-        f"{len(rows):,} training and {len(test):,} test images of {recipe.data.source} at {recipe.data.image_size} "
-        f"pixels; features: {chosen.features or 'what the last layer reads'}"
-        + (f" after block {chosen.block}" if chosen.block else "")
-        + ". Intervals are over other test images.",
-        *(
-            [tried, f"Chosen on {len(parts[1][1]):,} held-out training images: {fitted.strength:g}."]
-            if fitted.tried
-            else []
-        ),
+        f"Percent of {_in_words(recipe, how)} {len(rows):,} training images. Intervals are over other test images.",
+        f"Inverse regularisation {fitted.strength:g}, chosen on {where}.",
     ]
+    if fitted.tried:
+        tried = [[f"{strength:g}", percent(value)] for strength, value in fitted.tried.items()]
+        lines.append(report.table(["inverse regularisation", "held-out accuracy"], tried))
     _close(output, recipe, "linear_probe", processes, records, lines)
     console.say("\n".join([table, *warnings, f"report: {output / 'report.html'}"]))

@@ -34,6 +34,22 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_json_list(path: Path) -> list[dict[str, Any]]:
+    """A JSON list of objects; raises as `read_json`."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is missing or damaged ({error}); remove the folder {path.parent}") from None
+    if not isinstance(found, list) or not found:
+        raise UserError(f"{path} holds no list of records; remove the folder {path.parent}")
+    return found
+
+
+def slug(name: str) -> str:
+    """A name as a folder's."""
+    return name.replace(" ", "_").replace("/", "_")
+
+
 def digest(value: Any) -> str:
     """Twelve digits of a plain value."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]

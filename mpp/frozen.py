@@ -37,8 +37,8 @@ def shot_rows(source: Source, seed: int, shots: int, allow_fewer: bool = False) 
         short = [f"{classes[label]} ({counts[label]})" for label in np.flatnonzero(counts < shots)]
         more = f" and {len(short) - 5} more" if len(short) > 5 else ""
         raise UserError(
-            f"{shots} images of each class are asked for, but there are fewer of {', '.join(short[:5])}{more}; use "
-            "fewer, or give --allow-fewer to take what there is"
+            f"{shots} images of each class are asked for, but there are fewer of {', '.join(short[:5])}{more}; ask for "
+            "fewer (probe.shots), or take what there is (--allow-fewer of eval/few_shot.py)"
         )
     return np.flatnonzero(draws.ranked_within_class(seed, "subset", labels) < shots)
 

@@ -120,8 +120,13 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     if first_step == optim.steps:
         if trained is not None:
             model.load_state_dict(shown.state_dict())
-        if job.held_out and last and "held_out_loss" not in last:  # the run before could not read them
-            last |= _held_out_figures(job)
+        missing: dict[str, float] = {}  # for the run before could not read the images
+        if job.held_out and last and "held_out_loss" not in last:
+            missing |= _held_out_figures(job)
+        if job.probes and last and not any(name.startswith("probe_") for name in last):
+            missing |= _probe_figures(job)
+        if missing:
+            last |= missing
             kept[-1] = last
             if accelerator.is_main_process:
                 write_json_lines(folder / "metrics.jsonl", kept)
@@ -273,11 +278,15 @@ def measure_rows(job: Job, held_out: HeldOut) -> dict[str, float]:
         return measure(job.accelerator, job.model, job.objective, batches)
 
 
-def classify_source(job: Job, source: Source, labels: np.ndarray) -> tuple[dict[str, float], np.ndarray]:
-    """The numbers of a whole source under some labels, and the most likely classes of each image, as `classify`."""
+def classify_source(job: Job, source: Source, labels: np.ndarray | None) -> tuple[dict[str, float], np.ndarray]:
+    """The numbers of a whole source under some labels, and the most likely classes of each image, as `classify`.
+
+    Args:
+        labels: that the loss can be had on; None for no numbers.
+    """
     assert isinstance(job.objective, Supervised)
     with closing(_held_out_batches(job, source, range(len(source)), labels)) as batches:
-        return classify(job.accelerator, job.model, job.objective, batches, len(source))
+        return classify(job.accelerator, job.model, job.objective, batches, len(source), labels is not None)
 
 
 def _held_out_batches(job: Job, source: Source, rows: wiring.Rows, labels: np.ndarray | None) -> data.Batches:

@@ -1,12 +1,14 @@
 """Sums over data that weigh every example once, whatever the batches and processes."""
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 BEST = 5  # classes that are kept of each prediction
+Labels = TypeVar("Labels", Tensor, np.ndarray)
 
 
 def sum_and_count(values: Tensor) -> Tensor:
@@ -34,15 +36,26 @@ def entropy(histogram: Tensor) -> float:
     return float(-(share * share.log()).sum())
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    """The classes of the largest logits [batch, class], the largest first: int64 [batch, up to 5]."""
+    return logits.topk(min(BEST, logits.shape[-1]), dim=-1).indices
+
+
 def top_k_hits(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """Whether a label is among the k largest logits, bool [batch].
 
     Args:
         logits: [batch, class].
         labels: int64 [batch], or [batch, most] of which any will do, padded with -1.
+        k: up to 5.
     """
-    best = logits.topk(k, dim=-1).indices
-    return (best[:, :, None] == labels.reshape(len(labels), 1, -1)).flatten(1).any(dim=-1)
+    best = most_likely(logits)[:, :k]  # of equal logits those that are kept, whatever k
+    return (best[:, :, None] == sets(labels)[:, None]).any(2).any(1)
+
+
+def sets(labels: Labels) -> Labels:
+    """Labels [image, most], of labels [image] or such; unlike `reshape` also where there is no image."""
+    return labels[:, None] if labels.ndim == 1 else labels
 
 
 def hits(best: np.ndarray, labels: np.ndarray, k: int = 1) -> np.ndarray:
@@ -52,17 +65,29 @@ def hits(best: np.ndarray, labels: np.ndarray, k: int = 1) -> np.ndarray:
         best: int [image, class], most likely first.
         labels: int [image], or [image, most] of which any will do, padded with -1.
     """
-    return (best[:, :k, None] == labels.reshape(len(labels), 1, -1)).any(axis=(1, 2))
+    return np.any(best[:, :k, None] == sets(labels)[:, None], axis=(1, 2))
 
 
-def accuracies(best: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """Top-1 and top-5 accuracy over the images that have a label, by `hits`; none where no image has one."""
-    labelled = (labels.reshape(len(labels), -1) >= 0).any(1)
-    if not labelled.any():
+def labelled(labels: np.ndarray) -> np.ndarray:
+    """Whether an image has a label, bool [image], by labels as those of `hits`."""
+    return (sets(labels) >= 0).any(1)
+
+
+def accuracies(best: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:
+    """Accuracy, and top-5 accuracy where there are more than 5 classes, over the images that have a label.
+
+    Args:
+        best, labels: as those of `hits`.
+
+    Returns:
+        Nothing where no image has a label.
+    """
+    counted = labelled(labels)
+    if not counted.any():
         return {}
-    found = {"accuracy": float(hits(best, labels)[labelled].mean())}
-    if best.shape[1] == BEST:
-        found["top_5_accuracy"] = float(hits(best, labels, BEST)[labelled].mean())
+    found = {"accuracy": float(hits(best, labels)[counted].mean())}
+    if classes > BEST:
+        found["top_5_accuracy"] = float(hits(best, labels, BEST)[counted].mean())
     return found
 
 

@@ -184,7 +184,8 @@ def load_encoder(
             f"init={where} does not fit the model of this recipe; nothing was loaded. Use the `model` section "
             f"that it was trained with, or another init:\n  {listed}"
         )
-    encoder.load_state_dict({**weights, **{k: v for k, v in own.items() if k.startswith("head.")}})
+    if not any(value.is_meta for value in own.values()):  # else it is a rehearsal
+        encoder.load_state_dict({**weights, **{k: v for k, v in own.items() if k.startswith("head.")}})
     return Loaded(dropped, resized)
 
 

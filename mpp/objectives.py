@@ -199,7 +199,7 @@ class Supervised:
     def _hits(self, logits: Tensor, labels: Tensor) -> Counts:
         """Whether the largest logits belong to a label of the image; images without any are left out."""
         counts = {}
-        labelled = (labels.reshape(len(labels), -1) >= 0).any(1).to(metrics.exact_type(labels.device))
+        labelled = (metrics.sets(labels) >= 0).any(1).to(metrics.exact_type(labels.device))
         for k in (1, 5):
             if k < self.classes:
                 hits = metrics.top_k_hits(logits, labels, k).to(labelled.dtype)
@@ -219,7 +219,7 @@ def _many_hot(labels: Tensor, classes: int) -> Tensor:
     Args:
         labels: int64 [batch], or [batch, most] padded with -1.
     """
-    several = labels.reshape(len(labels), -1)
+    several = metrics.sets(labels)
     hot = torch.zeros(len(labels), classes + 1, device=labels.device)  # the last column is the padding's
     return hot.scatter_(1, several.where(several >= 0, classes), 1.0)[:, :classes]
 

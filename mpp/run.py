@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from mpp.console import Console
 from mpp.errors import UserError
 from mpp.files import read_json, write_text
 from mpp.job import Job, classify_source, measure_rows, run_loop
-from mpp.metrics import accuracies
+from mpp.metrics import accuracies, labelled
 from mpp.model import encoder_of
 from mpp.objectives import MaskedPatchPrediction
 from mpp.targets import TARGETS
@@ -127,6 +128,9 @@ def sweep(recipe: RunConfig, output: Path, console: Console, *, overwrite: bool 
     Raises: as `pretrain`.
     """
     tuning, _ = _open_tuning(recipe, output, "sweep", console, overwrite)
+    if len(tuning.rates) < 2:
+        raise UserError(f"optim.learning_rate={tuning.rates[0]:g}: there is nothing to choose; give a list of rates")
+    wiring.require_loss_for(recipe, tuning.source)
     tuning.job(tuning.rates[0], output, tuning.fit_rows, console)  # before the folder: a bad init writes nothing
     run_folder.open_folder(output, recipe, tuning.accelerator, console, overwrite, tuning.classes)
     return _try_rates(tuning, output, console)
@@ -152,7 +156,8 @@ def best_rate(sweeps: Sequence[Mapping[str, Mapping[str, Any]]], where: str) -> 
 
     def merit(rate: str) -> tuple[float, float]:
         numbers = [tried[rate] for tried in sweeps]
-        return float(np.mean([_accuracy(one) for one in numbers])), -float(np.mean([one["loss"] for one in numbers]))
+        accuracy = fmean(_accuracy(one) for one in numbers)
+        return round(accuracy, 12), -fmean(one["loss"] for one in numbers)  # sums in another order may round apart
 
     return float(max(able, key=merit))
 
@@ -180,8 +185,8 @@ def finetune(
     wiring.require_loss_for(recipe, source, test)
     further = wiring.open_further_tests(recipe, test, classes)
     every_row = np.union1d(tuning.fit_rows, tuning.choice_rows)
-    known = wiring.require_disjoint(recipe, source, every_row, test)
     final = tuning.job(tuning.rates[0], output, every_row, console)  # a bad init writes nothing
+    known = wiring.require_disjoint(recipe, source, every_row, test, further)  # last, for it may read every image
     wiring.warn(recipe, encoder_of(final.model), console)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
     tried: dict[str, dict[str, Any]] = {}
@@ -191,27 +196,29 @@ def finetune(
         final = dataclasses.replace(tuning.job(rate, output, every_row, Console(quiet=True)), console=console)
     last = run_loop(final, "fine-tuning")
     seconds = last["seconds"] + sum(numbers["seconds"] for numbers in tried.values())
+    began = time.monotonic()
     labels = np.asarray(test.labels)
     figures, best = classify_source(final, test, labels)
     predictions = {"test": best, "test_labels": labels}
-    measured = {data_set or recipe.data.source: figures}
+    measured = {"test": figures}
     for name, beside in further.items():
-        guesses = best if beside.source is None else classify_source(final, beside.source, beside.labels)[1]
+        guesses = best if beside.source is None else classify_source(final, beside.source, None)[1]
         predictions |= {name: guesses, f"{name}_labels": beside.labels}
-        measured[name] = accuracies(guesses, beside.labels)
+        measured[name] = accuracies(guesses, beside.labels, len(classes))
+    seconds += time.monotonic() - began
     chosen = final.recipe.optim.learning_rate
     console.say(f"  {arm or recipe.init}: test accuracy {_accuracy(figures):.4f} with learning rate {chosen:g}")
     results = [
         {
             "arm": arm or recipe.init,
-            "data_set": name,
+            "data_set": data_set or recipe.data.source if name == "test" else name,
             "metric": metric,
             "value": value,
             "seed": recipe.seed,
             "learning_rate": chosen,
             "init": recipe.init,
             "recipe_hash": config.recipe_hash(recipe),
-            "images": len(predictions["test" if name not in further else name]),
+            "images": int(labelled(predictions[f"{name}_labels"]).sum()),
             "train_images": len(final.rows),
             "overlap": known,
             "tried": tried,
@@ -223,10 +230,14 @@ def finetune(
         run_folder.write_arrays(output / run_folder.PREDICTIONS, predictions)
         write_text(output / "results.json", json.dumps(results, indent=1))
         report.write(output, _report(recipe, results, tried))
-    tested = {f"test_{name}": value for name, value in figures.items()}
-    for name in further:
-        tested |= {f"{name}_{metric}": value for metric, value in measured[name].items()}
-    inputs = tuning.inputs | {"test": test.fingerprint}
+    tested = {f"{name}_{metric}": value for name, numbers in measured.items() for metric, value in numbers.items()}
+    inputs = tuning.inputs | {
+        "images train": wiring.content_of(recipe, source, every_row),
+        "images test": wiring.content_of(recipe, test, range(len(test))),
+    }
+    for name, beside in further.items():
+        seen = beside.source or test
+        inputs[f"images {name}"] = wiring.content_of(recipe, seen, range(len(seen)))
     _summarize(dataclasses.replace(final, inputs=inputs), recipe, "finetune", tested, seconds)
     return results
 
@@ -275,10 +286,12 @@ def _try_rate(tuning: _Tuning, rate: float, output: Path, console: Console) -> d
             numbers = {**measured, "diverged": False}
     except Diverged:
         pass
+    images = job.recipe.optim.steps * job.recipe.optim.batch_size
     numbers |= {
         "seconds": round(time.monotonic() - began, 1),
         "processes": job.accelerator.num_processes,
-        "images": job.recipe.optim.steps * job.recipe.optim.batch_size,
+        "images": images,
+        "exaflops": wiring.exaflops(wiring.count_cost(job.recipe, job.classes), images),
         "inputs": job.inputs,
     }
     job.accelerator.free_memory()

@@ -30,7 +30,7 @@ _FILES = (
     *("report.html", PREDICTIONS),
 )
 _MEASURED = ("few_shot.json",)  # by others, of this run
-_FOLDERS = ("checkpoints", "figures", "inputs", "sweep", "tensorboard")
+_FOLDERS = ("checkpoints", "figures", "inputs", "sweep", "tensorboard", "wandb")
 Plan = TypeVar("Plan", CompareConfig, StudyConfig)
 _PROGRESS = ("step", "images", "epoch", "seconds", "learning_rate", "images_per_second")
 
@@ -303,17 +303,18 @@ def model_overrides(before: RunConfig, finetune: str, overrides: Sequence[str] =
 
 
 def cut_overrides(before: RunConfig, overrides: Sequence[str] = ()) -> list[str]:
-    """What cuts images in evaluation as a run does, as overrides; those that a person has given stand."""
-    given = {override.partition("=")[0] for override in overrides}
-    if "data.image_size" in given or "data.resize" in given or "data.eval_crop" in given:
-        return []
-    resize = before.data.resize if before.data.eval_crop == "center" else None
-    return [
-        f"data.image_size={before.data.image_size}",
-        f"data.eval_crop={before.data.eval_crop}",
-        f"data.resize={json.dumps(resize)}",
-        "data.crop=inception",
-    ]
+    """What cuts images in evaluation as a run does, as overrides; those that a person has given stand.
+
+    At an image size that is given, `resize` is in the run's proportion to it.
+    """
+    given = dict(override.partition("=")[::2] for override in overrides)
+    own, size = before.data, given.get("data.image_size", "")
+    cut: dict[str, Any] = {"data.image_size": own.image_size}
+    if not given.keys() & {"data.eval_crop", "data.resize"}:
+        scale = int(size) / own.image_size if size.isdigit() else 1
+        resize = round(own.resize * scale) if own.resize and own.eval_crop == "center" else "null"
+        cut |= {"data.eval_crop": own.eval_crop, "data.resize": resize, "data.crop": "inception"}
+    return [f"{key}={value}" for key, value in cut.items() if key not in given]
 
 
 def require_own_folder(output: Path, plan: Plan, load: Callable[[str], Plan], overwrite: bool) -> None:

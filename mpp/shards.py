@@ -243,6 +243,22 @@ class ParquetRows(_Rows):
             return _as_class_lists(parts, np.diff(self.starts).tolist(), self.class_names, name)
         return _as_classes(parts, self.class_names, name)
 
+    def file_names(self) -> list[str] | None:
+        """The names that images had as files, which stand beside their bytes; None where one has none."""
+        import pyarrow.parquet as parquet
+
+        def read(shard: Shard) -> np.ndarray:
+            with shard.open() as file:
+                opened = parquet.ParquetFile(file)
+                if f"{self.columns.image}.path" not in [column.path for column in opened.schema]:
+                    return np.array([], dtype=str)
+                cells = opened.read([f"{self.columns.image}.path"]).column(0).to_pylist()
+            return np.array([(cell and cell["path"]) or "" for cell in cells], dtype=str)
+
+        what = f"file names {self.columns.image}"
+        names = np.concatenate([_kept(shard, what, read) for shard in _listed(self.shards, "reading the file names")])
+        return names.tolist() if len(names) == len(self) and (names != "").all() else None
+
     @property
     def unpacked_bytes(self) -> np.ndarray:
         """Room in the cache that each shard takes, int64 [shards]."""

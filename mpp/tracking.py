@@ -29,13 +29,13 @@ def tracking(accelerator: Accelerator, name: str, folder: Path, settings: Mappin
     Args:
         accelerator: made with `log_with=name`.
         name: tensorboard, wandb, trackio or none.
-        folder: of the run; its name is the run's name there. TensorBoard's files lie in `folder/tensorboard`.
+        folder: of the run; its path is the run's name there. TensorBoard's files lie in `folder/tensorboard`.
         settings: plain values by dotted keys, shown beside the run.
     """
     if name == "none":
         yield lambda step, numbers: None
         return
-    own = {"wandb": {"name": folder.name, "dir": str(folder)}, "trackio": {"name": folder.name}}.get(name, {})
+    own = {"wandb": {"name": str(folder), "dir": str(folder)}, "trackio": {"name": str(folder)}}.get(name, {})
     plain = {key: value if isinstance(value, bool | int | float) else str(value) for key, value in settings.items()}
     accelerator.init_trackers(PROJECT, config=plain, init_kwargs={name: own})
     try:

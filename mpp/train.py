@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpp.draws import step_seed
 from mpp.errors import UserError
-from mpp.metrics import BEST, Tally
+from mpp.metrics import BEST, Tally, most_likely
 from mpp.objectives import Objective, Supervised
 from mpp.optim import RunningAverage
 
@@ -147,15 +147,17 @@ def classify(
     objective: Supervised,
     batches: Iterable[Mapping[str, Tensor]],
     images: int,
+    judged: bool = True,
 ) -> tuple[dict[str, float], np.ndarray]:
     """What `measure` says of a split, and the classes that the model holds most likely for each image.
 
     Args:
         batches: whose `index` counts the images from 0.
         images: number of them, over all processes.
+        judged: whether the batches have labels to measure by.
 
     Returns:
-        The numbers, and int32 [image, up to 5], the most likely class first.
+        The numbers, none where nothing is judged, and int32 [image, up to 5], the most likely class first.
     """
     bare = accelerator.unwrap_model(model)
     bare.eval()
@@ -163,7 +165,8 @@ def classify(
     best = torch.zeros(images, min(BEST, objective.classes), dtype=torch.int64, device=accelerator.device)
     for batch in batches:
         logits = objective.predict(bare, batch)
-        tally.add(objective.judge(logits, batch)[1])
-        best[batch["index"]] = logits.topk(best.shape[1], dim=1).indices
+        if judged:
+            tally.add(objective.judge(logits, batch)[1])
+        best[batch["index"]] = most_likely(logits)
     found = objective.summary(tally.total(lambda value: accelerator.reduce(value, "sum")))
     return found, accelerator.reduce(best, "sum").to(torch.int32).cpu().numpy()  # each image stands in one process

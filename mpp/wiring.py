@@ -3,8 +3,9 @@
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from mpp.frozen import Probes
 from mpp.model import Loaded, encoder_of, load_encoder
 from mpp.objectives import MaskedPatchPrediction, Objective, Supervised
 from mpp.patches import grid_size
-from mpp.shards import Columns
+from mpp.shards import Columns, ParquetRows
 from mpp.targets import TARGETS
 
 Rows = np.ndarray | range
@@ -111,13 +112,14 @@ def open_training(recipe: RunConfig, console: Console) -> sources.Source:
     source = open_split(recipe, recipe.data.train_split)
     _tell_size(recipe, recipe.data.train_split, source, console)
     require_task(recipe, recipe.data.train_split, source, "train_images")
+    unpacked = getattr(source, "unpacked_bytes", np.zeros(1))
     if recipe.data.choice_split is not None:
         choice = open_split(recipe, recipe.data.choice_split)
-        require_same_classes(source, choice, recipe)
+        require_same_classes(source, choice, recipe, recipe.data.choice_split)
         _tell_size(recipe, recipe.data.choice_split, choice, console)
         require_task(recipe, recipe.data.choice_split, choice, "choice_images")
+        unpacked = np.concatenate([unpacked, getattr(choice, "unpacked_bytes", np.zeros(1))])
         source = sources.Joined(source, choice)
-    unpacked = getattr(source, "unpacked_bytes", np.zeros(1))
     room, needed = recipe.runtime.cache_gb, 2 * recipe.data.shuffle_shards * unpacked.max() / 1e9
     if unpacked.sum() / 1e9 > room and needed > room:
         enough = float(f"{1.1 * needed:.2g}")  # rounded up
@@ -212,19 +214,6 @@ def open_test(recipe: RunConfig, source: sources.Source, console: Console) -> so
     return test
 
 
-def require_disjoint(recipe: RunConfig, train: sources.Source, rows: Rows, test: sources.Source) -> int:
-    """Test images that are trained on, too; raises UserError where they are more than `data.max_overlap`."""
-    return contents.require_disjoint(
-        train,
-        rows,
-        test,
-        range(len(test)),
-        allowed=recipe.data.max_overlap,
-        where=f"data.source={recipe.data.source}",
-        workers=worker_count(recipe, 1),
-    )
-
-
 @dataclasses.dataclass(frozen=True)
 class FurtherTest:
     """A test set beside the test split.
@@ -242,8 +231,14 @@ def open_further_tests(recipe: RunConfig, test: sources.Source, classes: list[st
     """The test sets of a recipe's `tests` by name; raises UserError where one does not fit the classes."""
     found = {}
     for name, where in recipe.tests.items():
+        if name in ("test", recipe.data.source) or name.endswith("_labels"):
+            raise UserError(
+                f"tests.{name}: this name is the test split's own, or ends as its labels do; choose another"
+            )
         if name == "imagenet_real":
-            labels = imagenet.real_labels([test.name(row) for row in range(len(test))])
+            if where is not None:
+                raise UserError(f"tests.{name}={where}: its images are those of the test split; write null")
+            labels = imagenet.real_labels(_file_names(test))
             numbers = imagenet.map_classes(imagenet.synsets(), classes)
             found[name] = FurtherTest(None, imagenet.renumbered(labels, numbers))
             continue
@@ -263,6 +258,44 @@ def open_further_tests(recipe: RunConfig, test: sources.Source, classes: list[st
             numbers = imagenet.map_classes(source.classes, classes)
             found[name] = FurtherTest(source, imagenet.renumbered(source.labels, numbers))
     return found
+
+
+def require_disjoint(
+    recipe: RunConfig,
+    train: sources.Source,
+    rows: Rows,
+    test: sources.Source,
+    further: Mapping[str, FurtherTest] = MappingProxyType({}),
+) -> int:
+    """Test images that are trained on, too; raises UserError where they are more than `data.max_overlap`.
+
+    Those of further test sets are looked for, too, each on its own.
+    """
+    beside = {f"tests.{name}": one.source for name, one in further.items() if one.source is not None}
+    found = [
+        contents.require_disjoint(
+            train,
+            rows,
+            tested,
+            range(len(tested)),
+            allowed=recipe.data.max_overlap,
+            where=where,
+            workers=worker_count(recipe, 1),
+        )
+        for where, tested in {f"data.source={recipe.data.source}": test, **beside}.items()
+    ]
+    return found[0]
+
+
+def content_of(recipe: RunConfig, source: sources.Source, rows: Rows) -> str:
+    """Digits that are equal for the same images in the same order."""
+    return contents.digest(source, rows, workers=worker_count(recipe, 1))
+
+
+def _file_names(source: sources.Source) -> list[str]:
+    """The names that images had as files, of sources that keep them, else what messages call them."""
+    kept = source.file_names() if isinstance(source, ParquetRows) else None
+    return kept or [source.name(row) for row in range(len(source))]
 
 
 def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -> HeldOut | None:
@@ -298,21 +331,23 @@ def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
     return source.classes
 
 
-def require_same_classes(source: sources.Source, other: sources.Source, recipe: RunConfig) -> None:
+def require_same_classes(source: sources.Source, other: sources.Source, recipe: RunConfig, split: str = "") -> None:
+    """Raises UserError where a label would mean something else in another split: `data.eval_split` if none is named."""
     if source.classes == other.classes:
         return
+    splits = f"{recipe.data.train_split} and {split or recipe.data.eval_split}"
     numbered = source.classes and source.classes == [str(number) for number in range(len(source.classes))]
     if numbered and other.classes == (source.classes or [])[: len(other.classes or [])]:
         return  # labels without names, of which the last do not occur in the other split
     if set(source.classes or []) == set(other.classes or []):
         raise UserError(
-            f"data.source={recipe.data.source}: {recipe.data.train_split} and {recipe.data.eval_split} have the same "
-            "classes in another order, so that every label would mean something else; write one of them anew"
+            f"data.source={recipe.data.source}: {splits} have the same classes in another order, so that every label "
+            "would mean something else; write one of them anew"
         )
     here, there = set(source.classes or []), set(other.classes or [])
     raise UserError(
-        f"data.source={recipe.data.source}: the classes of {recipe.data.train_split} and {recipe.data.eval_split} "
-        f"differ (only in the first: {sorted(here - there)[:5]}, only in the second: {sorted(there - here)[:5]})"
+        f"data.source={recipe.data.source}: the classes of {splits} differ (only in the first: "
+        f"{sorted(here - there)[:5]}, only in the second: {sorted(there - here)[:5]})"
     )
 
 
@@ -582,12 +617,13 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
     source = open_training(first, silent)
     test, classes = open_test(first, source, silent), classes_of(source, first)
     require_loss_for(first, source, test)
-    open_further_tests(first, test, classes)
-    drawn = [np.union1d(*labelled_rows(tuning, source)) for tuning in tunings]
-    require_disjoint(first, source, np.unique(np.concatenate(drawn)), test)
+    further = open_further_tests(first, test, classes)
     encoder = encoder_of(rehearse(first, classes)[0])
     if weights is not None:
         put_weights(first, encoder, weights)
+    drawn = [np.union1d(*labelled_rows(tuning, source)) for tuning in tunings]
+    # Last, for it may read every image.
+    require_disjoint(first, source, np.unique(np.concatenate(drawn)), test, further)
 
 
 def count_cost(recipe: RunConfig, classes: list[str] | None) -> cost.Cost:

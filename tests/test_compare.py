@@ -10,9 +10,13 @@ from conftest import ROOT, command
 
 from eval import compare
 from mpp import config
+from mpp.comparison_folder import Comparison
 from mpp.errors import UserError
 
 COMPARE = ROOT / "eval" / "compare.py"
+
+
+UNPUBLISHED = {"published": {}, "published_finetune": None}
 
 
 def write_plan(root, **changes):
@@ -184,10 +188,10 @@ def test_identical_arms_differ_by_nothing(compared):
 def test_arms_that_fail_are_named_and_the_others_finish(compared):
     root, done = compared
     assert done.returncode == 2
-    assert "2 of 7 arms failed" in done.stderr and "Traceback" not in done.stderr
+    assert "gone, wild failed; the report names them" in done.stderr and "Traceback" not in done.stderr
     report = (root / "out" / "report.md").read_text()
-    assert "**gone failed (‡):** init=runs/no_such_run: not found" in report
-    assert "**wild failed (‡):**" in report and "diverged" in report
+    assert "**gone failed on crops (‡):** init=runs/no_such_run: not found" in report
+    assert "**wild failed on crops (‡):**" in report and "diverged" in report
     for text in (report, done.stdout):
         assert row_of(text, "| gone ")[2:5] == ["failed", "", ""]
         assert row_of(text, "| wild ")[2:5] == ["failed", "", ""]
@@ -266,19 +270,27 @@ def test_what_is_missing_alone_is_done_again(compared, tmp_path):
 
 def test_parts_that_were_measured_apart_are_merged_to_the_same(tmp_path, capsys):
     arms = {"from scratch": "scratch", "supervised": str(tmp_path / "labels.yaml")}
-    less = {"arms": arms, "baselines": [], "probes": [], "published": {}, "published_finetune": None}
+    less = {"arms": arms, "baselines": ["shuffled_labels", "chance"], "probes": ["linear"], **UNPUBLISHED}
     plan = write_plan(tmp_path, **less)
     for part, arm in (("a", "from scratch"), ("b", "supervised")):
         assert call("--recipe", plan, "--output", tmp_path / part, "--arm", arm)[0] == 0
         assert capsys.readouterr().out.count("not measured") == 1
+    shutil.rmtree(tmp_path / "b" / "supervised" / "checkpoints")  # as where they stay on another machine
     merge = ["--merge", tmp_path / "a", "--merge", tmp_path / "b"]
     assert call("--recipe", plan, "--output", tmp_path / "c", *merge)[0] == 0
     merged = capsys.readouterr().out
     assert "fine-tuning 6/6" not in merged and "pre-training 6/6" not in merged
     assert call("--recipe", plan, "--output", tmp_path / "whole")[0] == 0
     whole = capsys.readouterr().out
-    for start in ("| from scratch ", "| supervised ", "| from scratch − supervised"):
+    for start in ("| from scratch ", "| supervised ", "| from scratch − supervised", "| shuffled labels", "| chance"):
         assert row_of(merged, start) == row_of(whole, start)
+    rates, costs = ((tmp_path / name / "report.md").read_text() for name in ("c", "whole"))
+    section = rates[rates.index("## Learning rates") : rates.index("## Cost")]
+    assert section == costs[costs.index("## Learning rates") : costs.index("## Cost")]  # sweeps are merged, too
+    images = [
+        [line.split("|")[1:4] for line in text.splitlines() if "choice of the" in line] for text in (rates, costs)
+    ]
+    assert images[0] == images[1] and len(images[0]) == 2
 
     status, said = call("--recipe", write_plan(tmp_path, **less, seeds=[3]), "--output", tmp_path / "d", *merge)
     assert status == 2 and "holds another comparison" in said
@@ -305,6 +317,75 @@ def test_fine_tunings_under_an_edited_protocol_are_not_taken_for_the_same(compar
     assert "fine-tuned under another protocol" in said and "optim.steps: 6 there, 4 here" in said
 
 
+def test_an_edited_pre_training_is_not_taken_for_the_same_and_can_be_started_again(tmp_path, capsys):
+    less = {"arms": {"mpp": str(tmp_path / "mpp.yaml"), "b": "scratch"}, "baselines": [], "probes": [], **UNPUBLISHED}
+    arguments = ["--recipe", write_plan(tmp_path, **less), "--output", tmp_path / "out"]
+    assert call(*arguments)[0] == 0
+    recipe = yaml.safe_load((tmp_path / "mpp.yaml").read_text())
+    recipe["optim"]["steps"] = 7
+    (tmp_path / "mpp.yaml").write_text(yaml.safe_dump(recipe))
+    capsys.readouterr()
+    status, said = call(*arguments)
+    told = capsys.readouterr().out
+    assert status == 2 and "starts from another pre-training" in said and "optim.steps: 6 there, 7 here" in said
+    assert row_of(told, "| mpp ")[2] == "failed" and "mpp − b" not in told
+    assert {r["arm"] for r in records_of(tmp_path)} == {"b"}
+    assert call(*arguments, "--overwrite")[0] == 0
+    assert row_of(capsys.readouterr().out, "| mpp ")[1] == "112 images"
+
+
+def test_weights_that_have_changed_are_not_taken_for_the_same(tmp_path):
+    less = {
+        "arms": {"a": str(tmp_path / "made.safetensors")},
+        "baselines": [],
+        "probes": [],
+        "seeds": [3],
+        **UNPUBLISHED,
+    }
+    arguments = ["--recipe", write_plan(tmp_path, **less), "--output", tmp_path / "out"]
+    from safetensors.numpy import load_file, save_file
+
+    from mpp import wiring
+
+    tuning = config.load_run(str(tmp_path / "tune.yaml"))[0]
+    weights = {name: value.numpy() for name, value in wiring.build(tuning, None).state_dict().items()}
+    save_file(weights, tmp_path / "made.safetensors")
+    assert call(*arguments)[0] == 0
+    changed = load_file(tmp_path / "made.safetensors")
+    changed["cls_token"] = changed["cls_token"] + 1
+    save_file(changed, tmp_path / "made.safetensors")
+    status, said = call(*arguments)
+    assert status == 2 and "from other weights than init=" in said
+
+
+def test_an_arm_fails_on_one_task_alone(tmp_path, capsys):
+    plan = {"crops": [str(tmp_path / "tune.yaml")], "more": [str(tmp_path / "tune.yaml"), "data.per_class=9999"]}
+    less = {"tasks": plan, "arms": {"a": "scratch", "b": "scratch"}, "baselines": [], "probes": [], **UNPUBLISHED}
+    status, said = call("--recipe", write_plan(tmp_path, **less), "--output", tmp_path / "out")
+    assert status == 2 and "a on more: data.per_class=9999" in said
+    told = capsys.readouterr().out
+    assert row_of(told, "| a − b")[4] == "no difference in any image"
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "**a failed on more (‡):**" in report and "## crops" in report
+
+
+def test_a_probe_that_can_t_be_had_is_told_before_training(tmp_path):
+    tune = ["tune.yaml", "probe.shots=[9999]"]
+    less = {"tasks": {"crops": [str(tmp_path / tune[0]), tune[1]]}, "arms": {"a": "scratch"}, **UNPUBLISHED}
+    status, said = call("--recipe", write_plan(tmp_path, **less), "--output", tmp_path / "out")
+    assert status == 2 and "probe.shots=[9999]: 9999 images of each class" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_dry_run_adds_up_all_that_would_be_trained(tmp_path, capsys):
+    less = {"arms": {"mpp": str(tmp_path / "mpp.yaml")}, "baselines": ["shuffled_labels"], "probes": [], **UNPUBLISHED}
+    assert call("--recipe", write_plan(tmp_path, **less), "--output", tmp_path / "out", "--dry-run")[0] == 0
+    told = capsys.readouterr().out
+    # Pre-training, two rates with one seed, two seeds, and two of the control: 6 steps of 16 each.
+    assert row_of(told, "| in all")[2] == str((1 + 2 + 2 + 2) * 6 * 16)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("in_plan", "in_recipe", "words"),
     [
@@ -315,10 +396,15 @@ def test_fine_tunings_under_an_edited_protocol_are_not_taken_for_the_same(compar
         ({}, {"runtime": {"micro_batch": 7}}, "is not a multiple of runtime.micro_batch=7"),
         ({"arms": {"a": ["scratch", "pretraining.seed=1"]}}, {}, "no pre-training to override"),
         ({"tests": 1}, {}, "unknown key tests"),
+        ({"arms": {"a b": "scratch", "a_b": "scratch"}}, {}, "two of its arms would have the same folder"),
+        ({"arms": {"finetune": "scratch"}}, {}, "an arm can't be named finetune"),
+        ({"published": {"a": 77.9}}, {}, "published.a=77.9 must be a share in (0, 1)"),
+        ({"published": {"a": 0.7}, "published_finetune": "finetune_b61"}, {}, "did you mean finetune_b16?"),
+        ({"choice_seeds": [5]}, {}, "choice_seeds=[5] must be some of seeds=[0, 3]"),
     ],
 )
 def test_what_would_stop_every_arm_stops_it_before_it_starts(tmp_path, in_plan, in_recipe, words):
-    path = write_plan(tmp_path, **{"arms": {"a": "scratch"}, "published": {}, **in_plan})
+    path = write_plan(tmp_path, **{"arms": {"a": "scratch"}, **UNPUBLISHED, **in_plan})
     tune = yaml.safe_load((tmp_path / "tune.yaml").read_text())
     for section, changes in in_recipe.items():
         tune[section] = {**tune.get(section, {}), **changes}
@@ -336,9 +422,9 @@ def test_an_unknown_arm_on_the_command_line_is_refused(tmp_path):
 def test_the_papers_comparison_resolves():
     plan = config.load_compare("compare_b16")
     assert plan.published == {"self-supervised": 0.799, "supervised": 0.8397, "from scratch": 0.7791}
-    arms = [compare._arm(name, value, ROOT) for name, value in plan.arms.items()]
-    tunings = {arm.name: compare._tuning(plan, arm, "ImageNet", 0) for arm in arms}
-    assert [arm.pretraining.objective.name for arm in arms] == ["mpp", "supervised", "supervised"]
-    assert {tuning.optim.learning_rate for tuning in tunings.values()} == {(0.003, 0.01, 0.03)}  # Table 4
-    with pytest.raises(UserError, match="holds another|no comparison"):
-        compare._require_part(ROOT / "recipes", plan)
+    whole = Comparison(plan, ROOT / "runs" / "no_such_run")
+    tunings = [whole.tuning(arm, "ImageNet", 0) for arm in whole.arms]
+    assert [arm.pretraining.objective.name for arm in whole.arms] == ["mpp", "supervised", "supervised"]
+    assert {tuning.optim.learning_rate for tuning in tunings} == {(0.003, 0.01, 0.03)}  # Table 4
+    with pytest.raises(UserError, match="no comparison there"):
+        whole.require_part(ROOT / "recipes")

@@ -25,7 +25,7 @@ def test_hits_are_by_seed_and_image_and_leave_out_images_without_labels():
 def test_accuracy_is_the_mean_over_seeds_and_images_with_its_bootstrap():
     found = outcome([0, 1, 2, 0], [0, 1, 0, 0])
     expected = intervals.bootstrap(np.array([[1, 1, 1, 0], [1, 1, 0, 0]]))
-    assert found.accuracy() == expected and expected.estimate == pytest.approx(5 / 8)
+    assert found.accuracy == expected and expected.estimate == pytest.approx(5 / 8)
 
 
 def test_differences_are_paired_on_the_seeds_that_both_have():
@@ -47,6 +47,8 @@ def test_identical_arms_differ_by_nothing():
     [
         Arm("b", "", {"t": outcome([0, 1, 2, 3])}, differs=["optim.steps: 1 there, 2 here"]),
         Arm("b", "", {"t": outcome([0, 1, 2, 3])}, beside=True),
+        Arm("b", "", {"t": Outcome({0: np.arange(4)[:, None]}, np.arange(4), task="x")}, failures={"x": "broke"}),
+        Arm("b", "", {"t": Outcome({0: np.arange(4)[:, None]}, np.arange(4), {0: ("other", "images")})}),
         Arm("b", "", {"t": outcome([0, 1, 2, 3], labels=(3, 2, 1, 0))}),  # other images
         Arm("b", "", {"t": Outcome({7: np.zeros((4, 1), int)}, np.arange(4))}),  # no common seed
         Arm("b", "", {"other": outcome([0, 1, 2, 3])}),
@@ -73,8 +75,8 @@ def test_a_verdict_says_what_the_interval_allows():
 def test_rows_name_failed_and_differing_arms():
     arms = [
         Arm("whole", "9 images", {"t": outcome([0, 1, 2, 3], [0, 1, 2, 0])}, frozen={("t", "linear"): [0.5, 0.7]}),
-        Arm("part", "", {"t": outcome([0, 1, 2, 3])}, failure="broke"),
-        Arm("none", "", failure="broke"),
+        Arm("part", "", {"t": Outcome({0: np.arange(4)[:, None]}, np.arange(4), task="t")}, failures={"t": "broke"}),
+        Arm("none", "", failures={"t": "broke"}),
         Arm("odd", "", {"t": outcome([0, 0, 0, 0])}, differs=["x"]),
         Arm("later", ""),
         Arm("chance", "", frozen={("t", "most_frequent_accuracy"): [0.25]}, beside=True),
@@ -93,7 +95,7 @@ def tried(**accuracies):
 
 
 def test_curves_are_means_over_the_seeds_that_tried():
-    sweeps = {0: tried(r1=0.2, r2=0.4, r3=None), 5: tried(r1=0.4, r2=0.5, r3=0.9)}
+    sweeps = {0: tried(r1=0.2, r2=0.4, r3=None), 5: tried(r1=0.4, r2=0.5, r3=0.9, r4=0.9)}  # one is not done
     assert comparison.mean_curve(sweeps) == {1.0: pytest.approx(0.3), 2.0: pytest.approx(0.45), 3.0: None}
 
 

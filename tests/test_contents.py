@@ -129,19 +129,20 @@ def test_whatever_a_file_system_tells_of_a_file_changes_its_version(tmp_path, mo
         def __getattr__(self, name):
             return getattr(self.status, name) + (name == stamp)
 
-    before = source.version(np.array([1]))
-    assert source.version(np.array([1])) == before
-    monkeypatch.setattr(sources.os, "stat", lambda name: Other(told(name)))
-    assert source.version(np.array([1])) != before
+    before = [source.version(np.array([1])) for _ in range(2)]
+    with monkeypatch.context() as patch:  # but not while an assertion reports
+        patch.setattr(os, "stat", lambda name: Other(told(name)))
+        after = source.version(np.array([1]))
+    assert before[0] == before[1] != after
 
 
-def test_folders_of_the_same_names_do_not_share_what_is_kept(tmp_path, monkeypatch):
-    for name in ("one", "two"):
-        files_of(tmp_path / name, [b"a"])
-    one, two = (sources.Folder(tmp_path / name, ["0000.jpg"], None, None) for name in ("one", "two"))
+def test_files_and_folders_of_other_names_do_not_share_what_is_kept(tmp_path, monkeypatch):
+    one, two = (files_of(tmp_path / name, [b"a", b"b"]) for name in ("one", "two"))
     status = os.stat(one.name(0))
-    monkeypatch.setattr(sources.os, "stat", lambda _: status)
-    assert one.version(np.array([0])) != two.version(np.array([0]))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", lambda _: status)
+        found = {source.version(np.array([row])) for source in (one, two) for row in (0, 1)}
+    assert len(found) == 4
     monkeypatch.chdir(tmp_path)
     assert sources.Folder("one", ["0000.jpg"], None, None).version(np.array([0])) == one.version(np.array([0]))
 
@@ -212,6 +213,13 @@ def test_joined_sources_have_the_hashes_of_their_parts(tmp_path, reads):
     assert hashes(sources.Joined(one, memory), [3, 0]).tolist() == [*hashes(memory, [0]), first_bytes(b"a")]
 
 
+def test_no_more_loader_processes_begin_than_there_is_work_for(tmp_path):
+    # torch warns of more processes than cores, and a warning is an error.
+    assert hashes(files_of(tmp_path / "set", [b"a"]), [0], workers=1000).tolist() == [first_bytes(b"a")]
+    memory = sources.Pictures(np.zeros((32 * 1000, 1, 1, 3), dtype=np.uint8), None, None)
+    assert set(hashes(memory, range(len(memory)), workers=1000).tolist()) == {first_bytes(b"(1, 1, 3)" + bytes(3))}
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_random_number_is_drawn(tmp_path, workers):
     source = files_of(tmp_path / "set", [b"a", b"b"])
@@ -239,6 +247,7 @@ def saved(root, numbers, fingerprint=None):
     return sources.open_source(f"hub:{root}", "train")
 
 
+SIDES = {"left": 10, "right": 20}
 SHARDS = {
     "parquet": lambda root: sources.open_source(three_parquets(root), "train"),
     "wds": lambda root: sources.open_source(three_tars(root), "train"),
@@ -254,6 +263,13 @@ def test_rows_in_shards_are_hashed_by_their_encoded_bytes_and_kept(kind, workers
     assert hashes(source, rows, workers=workers).tolist() == expected
     monkeypatch.setattr(type(source), "encoded", lambda *_: pytest.fail("an image is read again"))
     assert hashes(source, rows).tolist() == expected
+
+
+@pytest.mark.parametrize("kind", SHARDS)
+def test_other_rows_of_the_same_shards_are_not_what_was_kept(kind, tmp_path):
+    source = SHARDS[kind](tmp_path)
+    for rows in ([3, 4], [4, 3], [11, 19], range(2)):
+        assert hashes(source, rows).tolist() == [first_bytes(encoded(row)) for row in rows]
 
 
 @pytest.mark.parametrize("kind", SHARDS)
@@ -296,11 +312,27 @@ def test_rows_whose_files_lie_elsewhere_are_read_each_time(tmp_path):
     assert hashes(source, [0]).tolist() == [first_bytes(encoded(4))]
 
 
+def test_an_arrow_file_is_kept_by_column_and_order_and_not_at_all_in_memory(tmp_path):
+    import datasets
+
+    features = datasets.Features({"left": datasets.Image(), "right": datasets.Image()})
+    cells = {side: [{"bytes": encoded(first + row), "path": None} for row in range(2)] for side, first in SIDES.items()}
+    rows = datasets.Dataset.from_dict(cells, features=features)
+    rows.save_to_disk(tmp_path / "set")
+    on_disk = datasets.load_from_disk(tmp_path / "set")
+    for table, order in ((on_disk, [0, 1]), (on_disk.select([1, 0]), [1, 0])):
+        for side, first in SIDES.items():
+            source = shards.ArrowRows(table, "some", Columns(image=side))
+            assert hashes(source, [0, 1]).tolist() == [first_bytes(encoded(first + row)) for row in order]
+    assert len(kept()) == 4
+    assert len(hashes(shards.ArrowRows(rows, "some", Columns(image="left")), [0])) == 1 and len(kept()) == 4
+
+
 # ---- several processes
 
 
 def hash_noting_reads(root, note, workers, queue, arrive):
-    source = sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+    source = sources.open_source(f"parquet:{root}/*.parquet", "train")
     read = type(source).encoded
 
     def slowly(self, row):
@@ -382,8 +414,8 @@ def test_more_shared_images_than_are_known_are_refused_with_names_and_remedy(tmp
     assert str(refusal.value) == (
         "data.source=folder:set: 4 test images are training images, too, byte for byte "
         f"({tmp_path}/test/0001.jpg = {tmp_path}/train/0004.jpg, {tmp_path}/test/0002.jpg = {tmp_path}/train/0001.jpg, "
-        f"{tmp_path}/test/0003.jpg = {tmp_path}/train/0001.jpg, ...), so that what is measured on them would be too good; "
-        "remove them from one of the splits, or say that so many are known with data.max_overlap=4"
+        f"{tmp_path}/test/0003.jpg = {tmp_path}/train/0001.jpg, ...), so that what is measured on them would be too "
+        "good; remove them from one of the splits, or say that so many are known with data.max_overlap=4"
     )
     with pytest.raises(UserError, match=r"0001.jpg = \S+0004.jpg\), so that"):
         require_disjoint(train, [4], test, [0, 1], allowed=0, where="")

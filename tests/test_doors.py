@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import sys
 import pytest
 from conftest import ROOT, command
 
-DOORS = ["mpp/pretrain.py", "eval/finetune.py", "eval/compare.py"]
+DOORS = ["mpp/pretrain.py", "eval/finetune.py", "eval/compare.py", "eval/few_shot.py", "eval/linear_probe.py"]
 ACCELERATE = shutil.which("accelerate", path=os.path.dirname(sys.executable)) or "accelerate"
 
 
@@ -122,6 +123,13 @@ def test_the_recipe_decides_the_precision(tiny, tmp_path, told, recipe):
     assert done.returncode == 0, done.stderr
     assert f"precision {recipe} (runtime.precision decides" in done.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["precision"] == recipe
+
+
+def test_the_readme_ends_with_a_tree_of_every_module():
+    text = (ROOT / "README.md").read_text()
+    tree = re.findall(r"^(?:\w+/)? +(\w+\.py) +\S", text, re.MULTILINE)
+    modules = [file.name for folder in ("mpp", "eval", "bench") for file in (ROOT / folder).glob("*.py")]
+    assert sorted(tree) == sorted(name for name in modules if name != "__init__.py")
 
 
 def test_a_wheel_holds_the_packages_and_the_recipes(tmp_path):

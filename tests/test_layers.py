@@ -27,7 +27,7 @@ FLOORS = [
     {"mpp.objectives", "mpp.features", "mpp.contents"},
     {"mpp.train", "mpp.cost", "mpp.frozen"},
     {"mpp.wiring", "mpp.run_folder"},
-    {"mpp.job", "mpp.evaluation"},
+    {"mpp.job", "mpp.evaluation", "mpp.comparison_folder"},
     {"mpp.run", "mpp.command_line", "mpp.comparison_report"},
 ]
 DOORS = {

@@ -3,11 +3,22 @@
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpp.metrics import Tally, entropy, means, sum_and_count, top_k_hits
+from mpp.metrics import (
+    Tally,
+    accuracies,
+    entropy,
+    hits,
+    labelled,
+    means,
+    most_likely,
+    sum_and_count,
+    top_k_hits,
+)
 
 
 @given(st.lists(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=9), min_size=1, max_size=6))
@@ -56,3 +67,36 @@ def test_any_of_several_labels_will_do():
     labels = torch.tensor([[2, 1], [1, -1], [-1, -1]])
     assert top_k_hits(logits, labels, 1).tolist() == [True, False, False]
     assert top_k_hits(logits, labels, 3).tolist() == [True, True, False]
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 9), st.booleans())
+def test_accuracies_are_those_of_a_loop_over_images(seed, classes, several):
+    draw = np.random.default_rng(seed)
+    best = np.array([draw.permutation(classes)[:5] for _ in range(11)])
+    labels = draw.integers(0 if not several else -1, classes, (11, 3) if several else 11)
+    allowed = [{label for label in np.atleast_1d(row).tolist() if label >= 0} for row in labels]
+    counted = [row for row in range(11) if allowed[row]]
+    assert labelled(labels).tolist() == [bool(some) for some in allowed]
+    found = accuracies(best, labels, classes)
+    for name, k in (("accuracy", 1), ("top_5_accuracy", 5)):
+        expected = [bool(set(best[row, :k].tolist()) & allowed[row]) for row in range(11)]
+        assert hits(best, labels, k).tolist() == expected
+        if counted and (k == 1 or classes > 5):
+            assert found.pop(name) == sum(expected[row] for row in counted) / len(counted)
+    assert found == {}  # with up to five classes, any five would do
+
+
+def test_without_labels_there_is_no_accuracy():
+    assert accuracies(np.zeros((2, 5), dtype=int), np.array([[-1, -1], [-1, -1]]), 10) == {}
+
+
+@pytest.mark.parametrize("classes", [2, 5, 40])
+def test_of_equal_logits_the_same_class_is_kept_and_counted(classes):
+    logits = torch.zeros(6, classes)
+    logits[3:, 1] = -1
+    best = most_likely(logits)
+    assert best.shape == (6, min(classes, 5))
+    for k in range(1, min(classes, 5) + 1):
+        for label in range(classes):
+            labels = torch.full((6,), label)
+            assert top_k_hits(logits, labels, k).tolist() == hits(best.numpy(), labels.numpy(), k).tolist()

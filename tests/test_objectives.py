@@ -265,3 +265,14 @@ def test_only_training_samples_are_mixed():
     assert set(objective.per_sample(0, 5)) == {"mix_share", "mix_box"}
     assert objective.per_held_out_sample(0, 5) == {}
     assert Supervised(4, HALF, HALF).per_sample(0, 5) == {}
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("softmax", (0,)), ("sigmoid", (0,)), ("sigmoid", (0, 3))])
+def test_a_process_without_images_has_counts_of_nothing(kind, shape):
+    objective = Supervised(7, HALF, HALF, kind=kind)
+    model = with_random_head(objective, 7)
+    none = {"images": photos(1)[:0], "labels": torch.zeros(shape, dtype=torch.int64)}
+    some = {"images": photos(1), "labels": torch.zeros((1, *shape[1:]), dtype=torch.int64)}
+    counts = objective.measure(model, none)
+    assert counts.keys() == objective.measure(model, some).keys()
+    assert all(pair.tolist() == [0, 0] for pair in counts.values())

@@ -1,5 +1,7 @@
 """Real processes: two against one, kills and signals, and what was actually read."""
 
+import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -9,10 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT, command, noise_photos
 from safetensors.torch import load_file
+
+from mpp import config, wiring
+from mpp.console import Console
 
 PRETRAIN = ROOT / "mpp" / "pretrain.py"
 
@@ -235,3 +242,122 @@ def test_two_processes_replace_and_count_broken_images_as_one_does(tiny, tmp_pat
         "runtime.workers=0", processes=2,
     )  # fmt: skip
     assert done.returncode != 0 and done.stderr.count("error: 2 images can't be read, more than data.max_broken=1") == 1
+
+
+def script(folder, text, *arguments, processes=1):
+    """Runs a program with the repository's modules; raises where it fails."""
+    file = folder / "script.py"
+    file.write_text("import sys\n" + text)
+    done = command(file, *arguments, processes=processes, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+CLASSIFY = """
+import json
+from pathlib import Path
+import numpy as np
+import torch
+from mpp import config, job, sources, wiring
+from mpp.console import Console
+
+recipe, output, quiet = config.load_run(sys.argv[1])[0], Path(sys.argv[2]), Console(quiet=True)
+accelerator = wiring.start_processes(recipe, quiet)
+assert accelerator.num_processes == int(sys.argv[3])
+for count in (21, 1):
+    source = sources.open_source(f"synthetic:{count}", "validation")
+    encoder, mean, std = wiring.initial_encoder(recipe, source.classes, quiet)
+    objective = wiring.build_objective(recipe, encoder, source.classes, mean, std)
+    model = objective.build(encoder)
+    torch.nn.init.normal_(model.head.weight, generator=torch.Generator().manual_seed(1))
+    parts = (recipe, accelerator, quiet, output, objective, model, source, range(count), None, source.classes, {})
+    one = job.Job(*parts)
+    figures, best = job.classify_source(one, source, source.labels)
+    rows = job.measure_rows(one, (source, range(count)))
+    nothing, again = job.classify_source(one, source, None)
+    assert nothing == {} and np.array_equal(best, again) and rows == figures
+    name = f"{count}_of_{accelerator.num_processes}_in_{accelerator.process_index}"
+    np.savez(output / f"{name}.npz", best=best, labels=source.labels)
+    (output / f"{name}.json").write_text(json.dumps(figures))
+"""
+
+
+def test_two_processes_classify_every_image_as_one_does(tmp_path, tiny):
+    # 21 images are 11 and 10, in batches of 4 that end with 3 and 2; of one image, the second process has none.
+    path = tiny(objective__name="supervised", runtime__micro_batch=4, runtime__workers=1)
+    for processes in (1, 2):
+        script(tmp_path, CLASSIFY, path, tmp_path, processes, processes=processes)
+    for count in (21, 1):
+        names = [f"{count}_of_1_in_0", f"{count}_of_2_in_0", f"{count}_of_2_in_1"]
+        first, *others = [np.load(tmp_path / f"{name}.npz") for name in names]
+        figures, *more = [json.loads((tmp_path / f"{name}.json").read_text()) for name in names]
+        assert first["best"].shape == (count, 5) and first["best"].dtype == np.int32
+        assert all(np.array_equal(first["best"], other["best"]) for other in others)
+        assert more[0] == more[1] and more[0].keys() == figures.keys()
+        assert more[0]["loss"] == pytest.approx(figures["loss"], rel=1e-6)  # logits may round apart in other batches
+        assert all(more[0][name] == figures[name] for name in ("accuracy", "top_5_accuracy"))
+        right = first["best"] == first["labels"][:, None]
+        assert figures["accuracy"] == right[:, 0].sum() / count
+        assert figures["top_5_accuracy"] == right.any(1).sum() / count
+        assert all(len(set(row)) == 5 for row in first["best"].tolist())
+
+
+PROBE = """
+from pathlib import Path
+from mpp import config, run
+from mpp.console import Console
+
+for name, probes in (("plain", []), ("probed", ["probe.every=2", "probe.shots=[1, 2]", "probe.neighbors=[3]"])):
+    recipe = config.load_run(sys.argv[1], ["runtime.micro_batch=2", "probe.source=synthetic:35", *probes])[0]
+    run.pretrain(recipe, Path(sys.argv[2]) / name, Console(quiet=True))
+"""
+
+
+def test_probes_do_not_disturb_two_processes(tmp_path, tiny):
+    path = tiny(model__dropout=0.2, optim__steps=4, optim__learning_rate=0.01, runtime__workers=1)
+    script(tmp_path, PROBE, path, tmp_path, processes=2)
+    plain, probed = (lines(tmp_path / name / "metrics.jsonl") for name in ("plain", "probed"))
+    names = ("probe_1_shot_accuracy", "probe_2_shot_accuracy", "probe_3_nn_accuracy")
+    assert [[name in line for name in names] for line in probed] == [[False] * 3, [True] * 3, [False] * 3, [True] * 3]
+    one, other = last_weights(tmp_path / "plain"), last_weights(tmp_path / "probed")
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert [line["loss"] for line in plain] == [line["loss"] for line in probed]
+    # One process finds the same in the weights that two have left.
+    finished = max((tmp_path / "probed" / "checkpoints").iterdir())
+    recipe = config.load_run(path, ["probe.every=1", "probe.source=synthetic:35", "probe.shots=[1, 2]"])[0]
+    recipe = dataclasses.replace(recipe, init=str(finished), probe=dataclasses.replace(recipe.probe, neighbors=(3,)))
+    encoder, mean, std = wiring.initial_encoder(recipe, None, Console(quiet=True))
+    own = wiring.probes_of(
+        dataclasses.replace(recipe, probe=dataclasses.replace(recipe.probe, features="patches")), mean, std, 1
+    )
+    assert own.measure(encoder, Accelerator(cpu=True)) == {name: probed[-1][name] for name in names}
+
+
+def test_a_tracker_gets_the_numbers_of_the_metrics(tmp_path, tiny):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    options = ["runtime.tracker=tensorboard", "runtime.log_every=2", "runtime.eval_every=4"]
+    done = command(PRETRAIN, "--recipe", tiny(), "--output", tmp_path / "run", *options)
+    assert done.returncode == 0, done.stderr
+    logged = lines(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in logged] == [2, 4] and "held_out_loss" in logged[1]
+    found = events.EventAccumulator(str(tmp_path / "run" / "tensorboard" / "mpp"))
+    found.Reload()
+    for name in {name for line in logged for name in line}:
+        sent = [(event.step, event.value) for event in found.Scalars(name)]
+        expected = [(line["step"], line[name]) for line in logged if name in line]
+        assert [step for step, _ in sent] == [step for step, _ in expected]
+        assert [value for _, value in sent] == pytest.approx([value for _, value in expected], rel=1e-6)  # 32 bits
+
+
+def test_a_tracker_is_off_by_default_and_refused_where_its_package_is_missing(tmp_path, tiny):
+    missing = next((name for name in ("wandb", "trackio") if importlib.util.find_spec(name) is None), None)
+    if missing is not None:
+        done = command(PRETRAIN, "--recipe", tiny(), "--output", tmp_path / "run", f"runtime.tracker={missing}")
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert (
+            f"runtime.tracker={missing}: the package {missing} is not installed; `pip install {missing}`" in done.stderr
+        )
+        assert not (tmp_path / "run").exists()
+    done = command(PRETRAIN, "--recipe", tiny(), "--output", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert not [file for file in (tmp_path / "run").rglob("*") if "tensorboard" in file.name or "events" in file.name]

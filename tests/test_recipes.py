@@ -5,6 +5,7 @@ recipe is seen. What a table does not say has its source in the recipe.
 """
 
 import dataclasses
+import importlib
 import math
 import re
 import shlex
@@ -14,7 +15,8 @@ import pytest
 import yaml
 from timm.data.auto_augment import rand_augment_transform
 
-from mpp import checkpoint, config, run_folder, wiring
+from mpp import checkpoint, command_line, config, run_folder, tasks, wiring
+from mpp.comparison_folder import Comparison
 from mpp.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from mpp.model import encoder_of
 from mpp.optim import lr_at
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "recipes"
 WRITTEN = {name: yaml.safe_load((RECIPES / f"{name}.yaml").read_text()) for name in config.recipe_names()}
 RUNS = [name for name, recipe in WRITTEN.items() if "optim" in recipe]  # the others are comparisons and studies
+COMPARISONS = [name for name, recipe in WRITTEN.items() if "arms" in recipe]
 IMAGES = {"jft": 303_000_000, "i21k": 14_000_000, "i1k": 1_281_167}
 TWO_CLASSES = ["cat", "dog"]
 
@@ -409,7 +412,7 @@ def test_fine_tunings_of_mae_and_beit(name, learning_rate, warmup_epochs):
     )  # fmt: skip
 
 
-# ---- the demo, and the page about recipes
+# ---- the demo, and the pages about recipes
 
 
 def test_the_demos_arms_share_model_and_images():
@@ -418,9 +421,16 @@ def test_the_demos_arms_share_model_and_images():
     assert len({(arm.data.source, arm.data.image_size) for arm in arms}) == 1
 
 
+PAGES = ("README.md", "docs/recipes.md", "docs/evaluation.md", "docs/tasks.md")
+
+
 def documented_commands():
-    text = (ROOT / "docs" / "recipes.md").read_text().replace("\\\n", " ")
-    return [line for line in text.splitlines() if re.match(r"(accelerate launch|python) .*--recipe ", line)]
+    """Calls of the entry points that take a recipe, in blocks of code."""
+    for page in PAGES:
+        text = (ROOT / page).read_text().replace("\\\n", " ")
+        for line in text.splitlines():
+            if re.match(r"(accelerate launch|python) (mpp/pretrain|eval/\w+)\.py ", line):
+                yield line
 
 
 def test_the_page_lists_every_recipe():
@@ -428,11 +438,147 @@ def test_the_page_lists_every_recipe():
     assert set(config.recipe_names()) <= listed
 
 
-@pytest.mark.parametrize("command", documented_commands())
-def test_a_command_of_the_page_can_be_run(command):
-    words = shlex.split(command, comments=True)
-    recipe, _ = config.load_run(words[words.index("--recipe") + 1], [word for word in words if "=" in word])
-    wiring.rehearse(recipe, TWO_CLASSES if recipe.objective.name == "supervised" else None)
+@pytest.mark.parametrize("command", dict.fromkeys(documented_commands()))
+def test_a_command_of_the_pages_can_be_run(command, monkeypatch):
+    """Its flags are known, and its recipe resolves with its overrides."""
+    door, *words = shlex.split(command.removeprefix("accelerate launch ").removeprefix("python "), comments=True)
+    parse, found = command_line.parse, []
+    monkeypatch.setattr(command_line, "parse", lambda *flags, **about: found.append(parse(*flags, **about)))
+    monkeypatch.setattr(command_line, "exit_with", lambda action: None)
+    importlib.import_module(door.removesuffix(".py").replace("/", ".")).main(words)
+    (flags,) = found
+    if door == "eval/compare.py":
+        plan = config.load_compare(flags.recipe, flags.overrides)
+        assert set(flags.arm or ()) <= set(plan.arms) and Comparison(plan, Path("out")).arms
+    elif door == "eval/scaling.py":
+        config.load_study(flags.recipe, flags.overrides)
+    else:
+        overrides, task = flags.overrides, getattr(flags, "task", None)
+        if task:
+            given = [word.partition("=")[2] for word in overrides if word.startswith("data.source=")]
+            overrides = [*tasks.overrides(task, given[-1] if given else None, 384), *overrides]
+        recipe, _ = config.load_run(flags.recipe or "finetune_b16", overrides)
+        wiring.rehearse(recipe, TWO_CLASSES if recipe.objective.name == "supervised" else None)
+
+
+def test_the_plan_of_the_page_about_evaluation_loads(tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "evaluation.md").read_text(), re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(text)
+    whole = Comparison(config.load_compare(str(tmp_path / "mine.yaml")), tmp_path)
+    assert {arm.pretraining.seed for arm in whole.arms if arm.pretraining} == {0, 1}
+    steps_of = {arm.name: [whole.tuning(arm, task, 0).optim.steps for task in whole.plan.tasks] for arm in whole.arms}
+    assert steps_of.pop("longer") == [4000, 4000]
+    assert all(found == [2000, 10_000] for found in steps_of.values())
+
+
+# ---- comparisons
+
+# Table 5, in per cent, of ViT-B/16: ImageNet, CIFAR-10, CIFAR-100, Pets, Flowers.
+TRANSFER = {
+    "after ImageNet ": (77.91, 98.13, 87.13, 93.81, 89.49),
+    "after ImageNet-21k": (83.97, 98.95, 91.67, 94.43, 99.38),
+    "after JFT-300M": (84.15, 99.00, 91.87, 95.80, 99.56),
+}
+# Of ImageNet, as shares: B.1.2; Table 5 after ImageNet-21k; Table 5 after ImageNet.
+PUBLISHED = {"self-supervised": 0.799, "supervised": 0.8397, "from scratch": 0.7791}
+
+
+def comparison_of(name):
+    return Comparison(config.load_compare(name), Path("out"))
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_comparison_resolves_for_every_arm_task_and_seed(name):
+    whole = comparison_of(name)
+    assert "demo" in name or "Not run at this scale" in header(name)
+    assert (RECIPES / f"{name}.yaml").read_text().startswith("# ")
+    for task in whole.plan.tasks:
+        of_seeds = []
+        for seed in whole.plan.seeds:
+            tunings = [whole.tuning(arm, task, seed) for arm in whole.arms]
+            assert len({tuning.init for tuning in tunings}) == len(tunings)
+            assert len({config.recipe_hash(dataclasses.replace(tuning, init="")) for tuning in tunings}) == 1
+            assert tunings[0].objective.name == "supervised" and tunings[0].seed == seed
+            assert tunings[0].data.task == (task if task in tasks.TASKS else None)
+            of_seeds.append(tunings[0])
+        assert len({config.recipe_hash(dataclasses.replace(tuning, seed=0)) for tuning in of_seeds}) == 1
+    for arm in whole.arms:
+        assert arm.pretraining is not None or arm.init == "scratch"
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_arms_of_a_comparison_fit_its_fine_tunings(name, tmp_path):
+    whole = comparison_of(name)
+    tunings = {str(whole.shared_tuning(task).model): whole.shared_tuning(task) for task in whole.plan.tasks}
+    for arm in whole.arms:
+        if arm.pretraining is None:
+            continue
+        classes = TWO_CLASSES if arm.pretraining.objective.name == "supervised" else None
+        made = encoder_of(wiring.rehearse(arm.pretraining, classes)[0])
+        weights = checkpoint.Weights(made.state_dict(), tmp_path, {})
+        for tuning in tunings.values():
+            wiring.put_weights(tuning, encoder_of(wiring.rehearse(tuning, TWO_CLASSES)[0]), weights)
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_few_shot_probes_ask_for_no_more_images_than_there_are(name):
+    whole = comparison_of(name)
+    for task in whole.plan.tasks if "few_shot" in whole.plan.probes else ():
+        shots, row = max(whole.shared_tuning(task).probe.shots), tasks.TASKS.get(task, tasks.TASKS["imagenet"])
+        assert shots * row.classes <= row.train_images + row.choice_images
+
+
+def test_the_papers_comparisons_have_its_arms_seeds_and_figures():
+    papers = [name for name in COMPARISONS if name != "compare_demo"]
+    assert papers == ["compare_b16", "compare_transfer", "compare_vtab"]
+    for name in papers:
+        whole = comparison_of(name)
+        assert whole.plan.seeds == (0, 1, 2)  # Table 2 has the mean of three fine-tunings
+        assert {arm.name: arm.pretraining for arm in whole.arms} == {
+            "self-supervised": load("mpp_i1k_b16"),
+            "supervised": load("supervised_i21k_b16"),
+            "from scratch": load("supervised_i1k_b16"),
+        }
+        assert whole.plan.published == ({} if name == "compare_vtab" else PUBLISHED)
+        if whole.plan.published:
+            first = next(iter(whole.plan.tasks))
+            assert whole.shared_tuning(first).data.source == "hub:ILSVRC/imagenet-1k"  # what the figures are of
+            assert (whole.plan.published_finetune, whole.plan.tasks[first][0]) == ("finetune_b16", "finetune_b16")
+            assert whole.plan.published_recipes == {
+                "self-supervised": "mpp_b16", "supervised": "supervised_i21k_b16", "from scratch": "supervised_i1k_b16",
+            }  # fmt: skip
+
+
+def test_the_transfer_is_table_5s():
+    whole = comparison_of("compare_transfer")
+    lines = (RECIPES / "compare_transfer.yaml").read_text().splitlines()
+    for title, figures in TRANSFER.items():
+        (line,) = [line for line in lines if line.startswith(f"#   {title}")]
+        assert re.findall(r"\d+\.\d\d", line) == [f"{figure:.2f}" for figure in figures]
+    assert TRANSFER["after ImageNet "][0] == round(100 * PUBLISHED["from scratch"], 2) == TABLE_5["i1k"]["b16"]
+    assert TRANSFER["after ImageNet-21k"][0] == round(100 * PUBLISHED["supervised"], 2) == TABLE_5["i21k"]["b16"]
+    assert list(whole.plan.tasks) == ["imagenet", "cifar10", "cifar100", "oxford_pets", "oxford_flowers"]
+    of_task = {task: whole.shared_tuning(task) for task in whole.plan.tasks}
+    assert [tuning.optim.steps for tuning in of_task.values()] == [20_000, 10_000, 10_000, 500, 500]  # Table 4
+    assert {tuning.data.image_size for tuning in of_task.values()} == {384}
+    chosen_on = [tuning.data.choice_split or tuning.data.holdout for tuning in of_task.values()]
+    assert chosen_on == [0.01, 0.02, 0.02, 0.1, "validation"]  # B.1.1, and the split that Flowers comes with
+
+
+def test_vtab_is_all_19_tasks_in_one_setting():
+    whole = comparison_of("compare_vtab")
+    of_task = {task: whole.shared_tuning(task) for task in whole.plan.tasks}
+    assert set(of_task) == {name for name, row in tasks.TASKS.items() if row.group in tasks.VTAB_GROUPS}
+    assert len(of_task) == 19
+    for task, tuning in of_task.items():
+        assert tuning.data.source == f"list:/data/vtab-1k/{tasks.TASKS[task].folder}"
+        data = tuning.data
+        assert (data.train_split, data.choice_split, data.eval_split) == ("train800", "val200", "test")
+        assert tuning.optim == load("finetune_vtab").optim and tuning.optim.learning_rate == 0.01
+    assert sum(not tuning.data.flip for tuning in of_task.values()) == 3  # BiT, appendix F
+    assert sorted(tuning.data.resize for tuning in of_task.values()) == [384] * 5 + [448] * 14
+    for mean in (72.72, 76.28, 77.63):  # Table 2
+        assert f"{mean} %" in header("compare_vtab")
 
 
 # ---- studies

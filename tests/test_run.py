@@ -436,13 +436,18 @@ def test_supervised_needs_classes(tiny, tmp_path):
 
 def test_finetuning_chooses_on_held_out_rows_and_reads_the_test_split_once(tiny, tmp_path, monkeypatch):
     pretrain(tiny(), tmp_path / "mpp")
-    measured, measure_rows = [], run.measure_rows
+    measured, measure_rows, classify_source = [], run.measure_rows, run.classify_source
 
     def noted(one, held_out):
         measured.append((one.folder.name, len(held_out[1])))
         return measure_rows(one, held_out)
 
+    def noted_test(one, source, labels):
+        measured.append((one.folder.name, len(source)))
+        return classify_source(one, source, labels)
+
     monkeypatch.setattr(run, "measure_rows", noted)
+    monkeypatch.setattr(run, "classify_source", noted_test)
     rates = "optim.learning_rate=[0.001, 0.3, 0.01]"
     found = finetune(
         tiny(), tmp_path / "tune", rates, f"init={tmp_path / 'mpp'}", "data.image_size=48", "optim.steps=30", arm="mpp"
@@ -519,9 +524,7 @@ def test_a_rate_that_diverges_loses_and_all_that_diverge_stop(tiny, tmp_path):
     options = ["optim.clip_norm=0", "optim.steps=30", "optim.warmup_steps=0"]
     found = finetune(tiny(), tmp_path / "one", "optim.learning_rate=[1e12, 0.01]", *options)
     assert found[0]["learning_rate"] == 0.01 and found[0]["tried"]["1e+12"]["diverged"]
-    with pytest.raises(
-        Diverged, match=re.escape("every learning rate of [1000000000000.0, 10000000000000.0] diverged")
-    ):
+    with pytest.raises(Diverged, match=re.escape(f"{tmp_path / 'all'}: every learning rate of 1e+12, 1e+13 diverged")):
         finetune(tiny(), tmp_path / "all", "optim.learning_rate=[1e12, 1e13]", *options)
 
 
@@ -577,7 +580,8 @@ def test_two_classes_have_no_top_5(tiny, tmp_path):
             for number in range(3):
                 path = tmp_path / "set" / split / label / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
-                Image.new("RGB", (40, 40), (250, 0, 0) if label == "a" else (0, 0, 250)).save(path)
+                shade = 250 if split == "train" else 230
+                Image.new("RGB", (40, 40), (shade, 0, 0) if label == "a" else (0, 0, shade)).save(path)
     found = finetune(
         tiny(), tmp_path / "tune", f"data.source=folder:{tmp_path / 'set'}", "optim.learning_rate=0.1", "optim.steps=20"
     )
@@ -800,3 +804,293 @@ def test_a_cache_that_can_not_hold_two_windows_is_refused(tiny, tmp_path):
 @pytest.mark.parametrize("crop", ["square", "short_side"])
 def test_every_crop_trains(tiny, tmp_path, crop):
     pretrain(tiny(), tmp_path / crop, f"data.crop={crop}", "data.eval_crop=center", "data.resize=40", "optim.steps=2")
+
+
+# ---- predictions, and the choice of a learning rate
+
+
+def test_the_predictions_of_a_fine_tuning_give_its_figures(tiny, tmp_path):
+    import timm
+
+    results = finetune(tiny(), tmp_path / "tune", "optim.learning_rate=0.1", "optim.steps=40", data_set="made")
+    found = run_folder.read_arrays(tmp_path / "tune" / "predictions.npz")
+    assert set(found) == {"test", "test_labels"} and found["test"].dtype == np.int32
+    test = sources.open_source("synthetic:40", "validation")
+    assert found["test_labels"].tolist() == test.labels.tolist()
+    model = timm.create_model(f"local-dir:{newest(tmp_path / 'tune')}", pretrained=True).eval()
+    images = torch.from_numpy(np.stack([data.whole_image(test.picture(row), 32) for row in range(40)]))
+    with torch.no_grad():
+        logits = model((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
+    assert found["test"].tolist() == logits.argsort(1, descending=True)[:, :5].tolist()
+    right = [[label == guess for guess in row] for row, label in zip(found["test"], test.labels, strict=True)]
+    records = {record["metric"]: record for record in results}
+    assert records["accuracy"]["value"] == sum(row[0] for row in right) / 40
+    assert records["top_5_accuracy"]["value"] == sum(any(row) for row in right) / 40
+    assert records["accuracy"]["value"] < records["top_5_accuracy"]["value"]
+    assert {(record["data_set"], record["images"]) for record in results} == {("made", 40)}
+
+
+def test_an_unfinished_fine_tuning_leaves_no_predictions_and_an_overwritten_one_new_ones(tiny, tmp_path):
+    finetune(tiny(), tmp_path / "tune", "optim.learning_rate=0.1")
+    file = tmp_path / "tune" / "predictions.npz"
+    file.write_bytes(b"old")
+    finetune(tiny(), tmp_path / "tune", "optim.learning_rate=0.1")  # finished: nothing is written
+    assert file.read_bytes() == b"old"
+    finetune(tiny(), tmp_path / "tune", "optim.learning_rate=0.1", overwrite=True)
+    assert run_folder.read_arrays(file)["test"].shape == (40, 5)
+
+
+def swept(path, output, *overrides, **flags):
+    changes = ["objective.name=supervised", "optim.name=sgd", "optim.weight_decay=0", "data.source=synthetic:40"]
+    return run.sweep(config.load_run(path, [*changes, *overrides])[0], output, Console(), **flags)
+
+
+WILD = ["optim.clip_norm=0", "optim.steps=30", "optim.warmup_steps=0"]
+
+
+def test_a_sweep_chooses_among_the_rates_that_do_not_diverge(tiny, tmp_path, monkeypatch):
+    tried = swept(tiny(), tmp_path / "sweep", "optim.learning_rate=[1e12, 0.05, 0.001]", *WILD)
+    assert {rate: numbers["diverged"] for rate, numbers in tried.items()} == {
+        "1e+12": True, "0.05": False, "0.001": False
+    }  # fmt: skip
+    best = max(("0.05", "0.001"), key=lambda rate: (tried[rate]["accuracy"], -tried[rate]["loss"]))
+    assert run.best_rate([tried], "an arm") == float(best)
+    assert all(numbers["images"] == 30 * 8 and numbers["processes"] == 1 for numbers in tried.values())
+    left = {str(file.relative_to(tmp_path / "sweep")) for file in (tmp_path / "sweep").rglob("*") if file.is_file()}
+    rates = ("1e+12", "0.05", "0.001")
+    files = {f"sweep/learning_rate_{rate}/{name}" for rate in rates for name in ("summary.json", "metrics.jsonl")}
+    assert left == {"config.yaml", "classes.json"} | files  # no weights, and nothing of a test split
+
+    def refuse(*_, **__):
+        raise AssertionError("a finished sweep was tried again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "run_loop", refuse)
+        patch.setattr(run, "measure_rows", refuse)
+        assert swept(tiny(), tmp_path / "sweep", "optim.learning_rate=[1e12, 0.05, 0.001]", *WILD) == tried
+    # A fine-tuning of the same recipe tries the same.
+    again = finetune(tiny(), tmp_path / "tune", "optim.learning_rate=[1e12, 0.05, 0.001]", *WILD)[0]
+    timeless = [
+        {rate: {key: value for key, value in numbers.items() if key != "seconds"} for rate, numbers in one.items()}
+        for one in (again["tried"], tried)
+    ]
+    assert timeless[0] == timeless[1] and again["learning_rate"] == float(best)
+
+
+def test_a_sweep_in_which_every_rate_diverges_names_the_arm(tiny, tmp_path):
+    tried = swept(tiny(), tmp_path / "sweep", "optim.learning_rate=[1e12, 1e13]", *WILD)
+    with pytest.raises(Diverged, match=re.escape("an arm on a task: every learning rate of 1e+12, 1e+13 diverged")):
+        run.best_rate([tried], "an arm on a task")
+
+
+def test_a_rate_that_is_finite_but_measured_as_not_so_has_diverged(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "measure_rows", lambda one, held_out: {"loss": math.nan, "accuracy": 1.0})
+    tried = swept(tiny(), tmp_path / "sweep", "optim.learning_rate=[0.1, 0.01]")
+    assert [numbers["diverged"] for numbers in tried.values()] == [True, True]
+
+
+def test_a_sweep_measures_on_rows_that_it_has_not_trained_on(tiny, tmp_path, monkeypatch):
+    held_out, measure_rows = [], run.measure_rows
+
+    def noted(one, some):
+        held_out.append(set(np.asarray(some[1]).tolist()))
+        return measure_rows(one, some)
+
+    monkeypatch.setattr(run, "measure_rows", noted)
+    monkeypatch.setattr(wiring, "open_test", None)  # the test split is not even opened
+    options = ["optim.learning_rate=[0.1, 0.01]", "optim.steps=12", "runtime.log_inputs=true"]
+    swept(tiny(), tmp_path / "sweep", *options)
+    for rate, chosen_on in zip(("0.1", "0.01"), held_out, strict=True):
+        file = tmp_path / "sweep" / "sweep" / f"learning_rate_{rate}" / "inputs" / "process_0.jsonl"
+        read = {row for line in file.read_text().splitlines() for row in json.loads(line)["index"]}
+        assert len(chosen_on) == 10 and len(read) == 30 and not read & chosen_on
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optim.learning_rate=0.1"], "optim.learning_rate=0.1: there is nothing to choose; give a list of rates"),
+        (["optim.learning_rate=[0.1]"], "there is nothing to choose"),
+        (["data.holdout=0", "optim.learning_rate=[1, 2]"], "data.holdout=0 leaves nothing to choose"),
+        (["init=/nowhere", "optim.learning_rate=[1, 2]"], "init=/nowhere: not found"),
+        (["data.source=parquet:{several}", "optim.learning_rate=[1, 2]"], "objective.loss=softmax: an image"),
+    ],
+)
+def test_what_a_sweep_refuses_before_anything_is_written(tiny, tmp_path, overrides, words):
+    several = write_parquet(tmp_path / "train.parquet", range(8), [[0, 1], [2]] * 4, names=None)
+    with pytest.raises(UserError) as refusal:
+        swept(tiny(), tmp_path / "sweep", *[override.format(several=several) for override in overrides])
+    assert words in str(refusal.value)
+    assert not (tmp_path / "sweep").exists()
+
+
+def tried_with(accuracies, losses=(1.0, 1.0)):
+    return {
+        rate: {"diverged": accuracy is None, "accuracy": accuracy, "loss": loss}
+        for rate, accuracy, loss in zip(("0.1", "0.01"), accuracies, losses, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "best"),
+    [
+        ([tried_with((0.5, 0.6))], 0.01),
+        ([tried_with((0.9, 0.6)), tried_with((0.3, 0.7))], 0.01),  # means 0.6 and 0.65
+        ([tried_with((0.9, 0.6)), tried_with((0.5, 0.7))], 0.1),  # 0.7 and 0.65
+        ([tried_with((0.5, 0.6), (1.0, 1.0)), tried_with((0.6, 0.5), (1.0, 0.9))], 0.01),  # the loss decides
+        ([tried_with((0.5, 0.6), (0.9, 1.0)), tried_with((0.6, 0.5), (1.0, 1.0))], 0.1),
+        ([tried_with((0.3, 0.2), (1.0, 0.9)), tried_with((0.0, 0.1))], 0.01),  # 0.3 / 2 and (0.2 + 0.1) / 2 are equal
+        ([tried_with((0.9, 0.1)), tried_with((None, 0.1))], 0.01),  # diverged in one of them
+        ([tried_with((0.5, 0.5), (2.0, 2.0))], 0.1),
+    ],
+)  # fmt: skip
+def test_the_best_rate_is_that_of_the_best_mean_and_the_loss_breaks_ties(sweeps, best):
+    assert run.best_rate(sweeps, "here") == best
+
+
+def test_without_any_label_the_loss_alone_decides():
+    sweeps = [{"0.1": {"diverged": False, "loss": 2.0}, "0.01": {"diverged": False, "loss": 1.0}}]
+    assert run.best_rate(sweeps, "here") == 0.01
+
+
+def test_rates_that_diverge_by_turns_leave_none():
+    with pytest.raises(Diverged, match="here: every learning rate of 0.1, 0.01 diverged; give smaller ones"):
+        run.best_rate([tried_with((None, 0.5)), tried_with((0.5, None))], "here")
+
+
+# ---- probes
+
+
+PROBES = [
+    "probe.every=2", "probe.source=synthetic:60", "probe.shots=[1, 4]", "probe.seeds=[0, 3]", "probe.neighbors=[3]",
+    "probe.test_images=17",
+]  # fmt: skip
+PROBED = ("probe_1_shot_accuracy", "probe_4_shot_accuracy", "probe_3_nn_accuracy")
+
+
+def files_of(step):
+    """The bytes of a checkpoint's weights, and their headers, whose notes safetensors writes in any order."""
+    found = {}
+    for name in ("model.safetensors", "objective.safetensors"):
+        content = (step / name).read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        found[name] = json.loads(content[8:start]), content[start:]
+    return found
+
+
+def without_probes(logged):
+    return [{key: value for key, value in line.items() if not key.startswith("probe_")} for line in logged]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_probes_do_not_disturb_a_run_and_are_recomputed_from_its_weights(tiny, tmp_path, workers):
+    path = tiny(model__dropout=0.2, optim__steps=5, optim__learning_rate=0.01)
+    options = [f"runtime.workers={workers}", "runtime.save_every=2", "runtime.keep=9"]
+    pretrain(path, tmp_path / "plain", *options)
+    summary = pretrain(path, tmp_path / "probed", *options, *PROBES)
+    for step in (2, 4, 5):
+        plain, probed = (tmp_path / name / "checkpoints" / f"step_{step:08d}" for name in ("plain", "probed"))
+        assert files_of(plain) == files_of(probed)
+    logged = records(tmp_path / "probed", *TIMES)
+    assert without_probes(logged) == records(tmp_path / "plain", *TIMES)
+    assert [line["step"] for line in logged if all(name in line for name in PROBED)] == [2, 4, 5]
+    assert not any(name.startswith("probe_") for line in (logged[0], logged[2]) for name in line)
+    assert all(summary["figures"][name] == logged[-1][name] for name in PROBED)
+    for line in (logged[1], logged[4]):
+        expected = probes_by_hand(tmp_path / "probed" / "checkpoints" / f"step_{line['step']:08d}")
+        assert {name: line[name] for name in PROBED} == pytest.approx(expected, abs=1e-12)
+
+
+def probes_by_hand(folder):
+    """Few-shot and nearest-neighbour accuracy of the encoder in a checkpoint, by scikit-learn."""
+    import timm
+    from sklearn.linear_model import Ridge
+    from sklearn.neighbors import KNeighborsClassifier
+
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
+    train, test = (sources.open_source("synthetic:60", split) for split in ("train", "validation"))
+
+    def read(source, rows):
+        images = torch.from_numpy(np.stack([data.whole_image(source.picture(int(row)), 32) for row in rows]))
+        with torch.no_grad():
+            tokens = model.forward_features((images.permute(0, 3, 1, 2).float() - 127.5) / 127.5)
+        return tokens[:, 1:].mean(1).double().numpy()  # of the patches, as after masked patch prediction
+
+    tested = data.subset_rows(60, 17)
+    found = {name: [] for name in PROBED}
+    for seed in (0, 3):
+        for shots in (1, 4):
+            rows = data.labelled_rows(train, seed, shots, 0.0)[0]
+            known, labels = read(train, rows), train.labels[rows]
+            mean, spread = known.mean(0), known.std(0) + 1e-5
+            x, y = (
+                np.hstack([(part - mean) / spread, np.full((len(part), 1), 100.0)])
+                for part in (known, read(test, tested))
+            )
+            ridge = Ridge(alpha=1024.0, fit_intercept=False).fit(x, 2.0 * np.eye(10)[labels] - 1)
+            found[f"probe_{shots}_shot_accuracy"].append((ridge.predict(y).argmax(1) == test.labels[tested]).mean())
+        near = KNeighborsClassifier(3, metric="cosine", weights=lambda far: np.exp((1 - far) / 0.07)).fit(known, labels)
+        found["probe_3_nn_accuracy"].append((near.predict(read(test, tested)) == test.labels[tested]).mean())
+    return {name: np.mean(values) for name, values in found.items()}
+
+
+def test_a_probed_run_that_was_stopped_equals_the_uninterrupted_one(tiny, tmp_path, monkeypatch):
+    path = tiny(model__dropout=0.2, optim__steps=5)
+    pretrain(path, tmp_path / "straight", *PROBES)
+    real, count = data.load, iter(range(100))
+
+    def stops_after_three(samples, *arguments):
+        for batch in real(samples, *arguments):
+            if isinstance(samples, data.TrainingSamples) and next(count) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "load", stops_after_three)
+        with pytest.raises(errors.Stopped, match="stopped at step 3 of 5"):
+            pretrain(path, tmp_path / "stopped", *PROBES)
+    pretrain(path, tmp_path / "stopped", *PROBES)
+    assert files_of(newest(tmp_path / "stopped")) == files_of(newest(tmp_path / "straight"))
+    assert records(tmp_path / "stopped", *TIMES) == records(tmp_path / "straight", *TIMES)
+
+
+def test_an_averaged_run_is_probed_by_its_average(tiny, tmp_path):
+    path = tiny(optim__steps=4, optim__learning_rate=0.05, optim__average=0.7)
+    pretrain(path, tmp_path / "run", *PROBES)
+    last = records(tmp_path / "run")[-1]
+    assert {name: last[name] for name in PROBED} == pytest.approx(probes_by_hand(newest(tmp_path / "run")), abs=1e-12)
+
+
+def test_a_supervised_run_is_probed_too(tiny, tmp_path):
+    path = tiny(objective__name="supervised", optim__steps=2)
+    found = pretrain(path, tmp_path / "run", "probe.every=1", "probe.shots=[1, 2]", "probe.neighbors=[5]")["figures"]
+    names = ("probe_1_shot_accuracy", "probe_2_shot_accuracy", "probe_5_nn_accuracy")
+    assert all(name in line for line in records(tmp_path / "run") for name in names) and set(names) <= set(found)
+
+
+def test_a_broken_probe_image_does_not_cost_the_training(tiny, tmp_path):
+    for split in ("train", "validation"):
+        for row in range(6):
+            file = tmp_path / "photos" / split / "ab"[row % 2] / f"{row:02d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.effect_noise((40, 40), 60 + row).convert("RGB").save(file)
+    whole = file.read_bytes()
+    options = [f"probe.source=folder:{tmp_path / 'photos'}", "probe.every=4", "probe.shots=[2]", "probe.neighbors=[2]"]
+    straight = pretrain(tiny(), tmp_path / "straight", *options)
+    file.write_bytes(b"half")
+    with pytest.raises(UserError, match=r"validation/b/05.png can't be read"):
+        pretrain(tiny(), tmp_path / "run", *options)
+    assert newest(tmp_path / "run").name == "step_00000004"
+    file.write_bytes(whole)
+    found = pretrain(tiny(), tmp_path / "run", *options)
+    assert found["figures"] == straight["figures"] and "probe_2_shot_accuracy" in found["figures"]
+    assert records(tmp_path / "run", *TIMES) == records(tmp_path / "straight", *TIMES)
+
+
+def test_the_curves_of_a_probed_run_have_a_third_panel(tiny, tmp_path):
+    sizes = []
+    for name, options in (("plain", []), ("probed", PROBES)):
+        pretrain(tiny(), tmp_path / name, *options)
+        with Image.open(tmp_path / name / "figures" / "curves.png") as picture:
+            sizes.append(picture.width)
+    assert sizes[1] == pytest.approx(1.5 * sizes[0], abs=2)

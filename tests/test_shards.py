@@ -256,6 +256,35 @@ def test_plain_binary_columns_are_images_too(tmp_path):
     assert [shade(found, row) for row in range(2)] == [1, 2] and found.labels is None
 
 
+def cells_named(names):
+    return [{"bytes": encoded(number), "path": name} for number, name in enumerate(names)]
+
+
+def test_the_names_that_images_had_as_files_follow_the_rows(tmp_path, elsewhere, monkeypatch):
+    names = [f"val/ILSVRC2012_val_{number:08d}.JPEG" for number in (7, 3, 50_000, 1, 2)]
+    write_parquet(tmp_path / "a.parquet", range(4), cells=cells_named(names[:4]))
+    write_parquet(tmp_path / "b.parquet", range(1), cells=cells_named(names[4:]))
+    assert sources.open_source(f"parquet:{tmp_path}/*.parquet", "train").file_names() == names
+    again = sources.open_source(f"parquet:{tmp_path}/*.parquet", "train")
+    with monkeypatch.context() as patch:
+        patch.setattr(parquet, "ParquetFile", None)
+        assert again.file_names() == names  # what was read once is kept
+    elsewhere()
+    assert sources.open_source("parquet:memory://bucket/*.parquet", "train").file_names() == names
+
+
+def test_images_of_which_one_has_no_name_have_none(tmp_path):
+    write_parquet(tmp_path / "whole.parquet", range(2), cells=cells_named(["a.jpg", "b.jpg"]))
+    for number, cells in enumerate([cells_named(["a.jpg", None]), [*cells_named(["a.jpg"]), None]]):
+        write_parquet(tmp_path / f"{number}.parquet", range(2), cells=cells)
+        assert sources.open_source(f"parquet:{tmp_path / str(number)}.parquet", "train").file_names() is None
+    parquet.write_table(pyarrow.table({"image": [encoded(1)]}), tmp_path / "2.parquet")  # no place for a name
+    assert sources.open_source(f"parquet:{tmp_path}/2.parquet", "train").file_names() is None
+    assert sources.open_source(f"parquet:{tmp_path}/whole.parquet", "train").file_names() == ["a.jpg", "b.jpg"]
+    both = sources.open_source(f"parquet:{tmp_path}/[w2]*.parquet", "train")
+    assert len(both) == 3 and both.file_names() is None
+
+
 def test_withheld_labels_are_none(tmp_path):
     write_parquet(tmp_path / "a.parquet", range(2), [-1, -1])
     assert sources.open_source(f"parquet:{tmp_path}/a.parquet", "train").labels is None
