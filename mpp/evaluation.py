@@ -219,7 +219,7 @@ def resolve(name: str | None, overrides: Sequence[str], console: Console) -> tup
     values = config.flat(recipe)
     for key in ("data.shuffle_labels", "probe.source", "probe.train_split", "probe.test_split"):
         if values[key]:
-            raise UserError(f"{key}={values[key]} does nothing here: images and labels are those of data.source")
+            raise UserError(f"{key} does nothing here, where images and labels are those of data.source; leave it out")
     defaults = [default for default in defaults if default.startswith(("data.", "model."))]
     if defaults:
         console.say(f"not in the recipe, so by default: {', '.join(defaults)}")
@@ -304,7 +304,7 @@ def _in_words(recipe: RunConfig, how: Mapping[str, Any]) -> str:
         f"{how['weights'] or f'drawn by seed {recipe.seed}'}; features: {features}{block}."
     )
     if how["overlap"]:
-        text += f" {how['overlap']} test images are training images, too (data.max_overlap={recipe.data.max_overlap})."
+        text += f" Of them, training images, too: {how['overlap']} (data.max_overlap={recipe.data.max_overlap})."
     return text
 
 
@@ -334,7 +334,7 @@ def run_few_shot(
         return
     if recipe.data.subset is not None:
         raise UserError(
-            f"data.subset={recipe.data.subset} does nothing here: images are drawn from the whole training split"
+            "data.subset does nothing here, where the few images are of the whole training split; leave it out"
         )
     output, processes, train, test = _open(recipe, name, "few_shot", output, overwrite, console)
     chosen, most = recipe.probe, max(recipe.probe.shots)

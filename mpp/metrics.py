@@ -70,7 +70,7 @@ def hits(best: np.ndarray, labels: np.ndarray, k: int = 1) -> np.ndarray:
 
 def labelled(labels: np.ndarray) -> np.ndarray:
     """Whether an image has a label, bool [image], by labels as those of `hits`."""
-    return (sets(labels) >= 0).any(1)
+    return np.any(sets(labels) >= 0, axis=1)
 
 
 def accuracies(best: np.ndarray, labels: np.ndarray, classes: int) -> dict[str, float]:

@@ -87,6 +87,34 @@ def test_defaults_are_named(tiny):
         ("optim.steps.x=3", "steps is a value, not a section"),
         ("steps", "an override is key=value"),
         ("data.source=[", "not YAML"),
+        ("data.choice_split=train", "data.choice_split=train must be neither the training split nor the test split"),
+        (
+            "data.choice_split=validation",
+            "data.choice_split=validation must be neither the training split nor the test",
+        ),
+        ("data.max_overlap=-1", "data.max_overlap=-1 must not be negative"),
+        ("data.max_overlap=0.5", "data.max_overlap must be a whole number, not 0.5"),
+        ("data.shuffle_labels=true", "data.shuffle_labels=true: masked patch prediction reads no labels; leave it out"),
+        ("optim.learning_rate=[0.1, 0.2, 0.1]", "optim.learning_rate=[0.1, 0.2, 0.1] names one twice"),
+        ("runtime.tracker=mlflow", "runtime.tracker must be none or tensorboard or wandb or trackio, not 'mlflow'"),
+        ("tests.test=folder:x", "tests.test: choose another name, of letters, digits, _ and -"),
+        ("tests.my set=folder:x", "tests.my set: choose another name"),
+        ("probe.every=-1", "probe.every=-1 must be a multiple of runtime.log_every=1"),
+        ("probe.shots=[]", "probe.shots=[] must be positive numbers, each once"),
+        ("probe.shots=[1, 0]", "probe.shots=[1, 0] must be positive numbers, each once"),
+        ("probe.shots=[5, 5]", "probe.shots=[5, 5] must be positive numbers, each once"),
+        ("probe.neighbors=[-1]", "probe.neighbors=[-1] must be positive numbers, each once"),
+        ("probe.strengths=[0.1, 0.0]", "probe.strengths=[0.1, 0.0] must be positive numbers, each once"),
+        ("probe.seeds=[]", "probe.seeds=[] must lie in 0 .. 2**32 - 1, each once"),
+        ("probe.seeds=[-1]", "probe.seeds=[-1] must lie in 0 .. 2**32 - 1, each once"),
+        ("probe.seeds=[4294967296]", "probe.seeds=[4294967296] must lie in 0 .. 2**32 - 1, each once"),
+        ("probe.seeds=[3, 3]", "probe.seeds=[3, 3] must lie in 0 .. 2**32 - 1, each once"),
+        ("probe.strength=0", "probe.strength=0.0 must be positive"),
+        ("probe.temperature=-0.1", "probe.temperature=-0.1 must be positive"),
+        ("probe.test_images=0", "probe.test_images=0 must be positive"),
+        ("probe.block=0", "probe.block=0 must be positive, or null"),
+        ("probe.features=both", "probe.features must be token or patches or null, not 'both'"),
+        ("probe.form=white", "probe.form must be whitened or plain, not 'white'"),
     ],
 )
 def test_what_is_refused_and_how(tiny, override, words):
@@ -95,6 +123,35 @@ def test_what_is_refused_and_how(tiny, override, words):
         assert "runtime.save_every=5 must be a multiple of runtime.log_every=2" in message
     else:
         assert words in refusal(tiny(), override)
+
+
+def test_probes_are_measured_with_what_is_logged(tiny):
+    message = refusal(tiny(), "probe.every=3", "runtime.log_every=2", "runtime.save_every=2")
+    assert message == "probe.every=3 must be a multiple of runtime.log_every=2"
+    assert config.load_run(tiny(), ["probe.every=4", "runtime.log_every=2"])[0].probe.every == 4
+
+
+def test_a_split_to_choose_on_goes_with_all_training_images(tiny):
+    for change, words in [
+        ("data.per_class=2", "data.per_class=2 draws from the training split alone"),
+        ("data.subset=0.5", "data.subset=0.5 is of the training split alone"),
+    ]:
+        message = refusal(tiny(), "data.choice_split=val", change)
+        assert words in message and "it does not go with data.choice_split=val" in message
+    recipe, defaults = config.load_run(tiny(objective__name="supervised"), ["data.choice_split=val"])
+    assert recipe.data.choice_split == "val" and not any(key.startswith("data.holdout") for key in defaults)
+
+
+def test_labels_are_shuffled_where_there_are_some(tiny):
+    shuffled = config.load_run(tiny(objective__name="supervised"), ["data.shuffle_labels=true"])[0]
+    plain = config.load_run(tiny(objective__name="supervised"))[0]
+    assert config.changed_keys(plain, shuffled) == ["data.shuffle_labels: False there, True here"]
+
+
+def test_what_only_looks_on_may_differ(tiny):
+    changes = ["probe.every=1", "probe.shots=[2]", "data.max_overlap=3", "runtime.tracker=wandb"]
+    before, after = config.load_run(tiny())[0], config.load_run(tiny(), changes)[0]
+    assert config.changed_keys(before, after) == [] and config.recipe_hash(before) == config.recipe_hash(after)
 
 
 @pytest.mark.parametrize(
@@ -176,23 +233,87 @@ def test_configs_are_frozen(tiny):
         recipe.seed = 1
 
 
-def test_comparisons(tmp_path):
+# ---- comparisons
+
+PLAN = {"tasks": {"crops": ["finetune_demo"]}, "seeds": [0, 1], "choice_seeds": [0], "arms": {"a": "scratch"}}
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """Writes a small comparison, with some keys changed or (None) left out, and returns its path."""
+
+    def write(**changes):
+        path = tmp_path / "mine.yaml"
+        kept = {key: value for key, value in {**PLAN, **changes}.items() if value is not None}
+        path.write_text(yaml.safe_dump(kept))
+        return str(path)
+
+    return write
+
+
+def test_the_demos_comparison():
     found = config.load_compare("compare_demo")
     assert list(found.arms) == ["self-supervised", "supervised", "from scratch"]
-    assert len(found.seeds) >= 3
-    path = tmp_path / "mine.yaml"
-    path.write_text("finetune: finetune_demo\nseeds: []\narms: {a: scratch}\n")
-    with pytest.raises(UserError, match="at least one arm and one seed"):
-        config.load_compare(str(path))
-    path.write_text("finetune: finetune_demo\nseeds: [0, 1, 0]\narms: {a: scratch}\n")
-    with pytest.raises(UserError, match="names one twice"):
-        config.load_compare(str(path))
-    for arms in ("{a: 3}", "{a: {recipe: mpp_demo}, b: scratch}"):
-        path.write_text(f"finetune: finetune_demo\nseeds: [0]\narms: {arms}\n")
-        with pytest.raises(UserError, match="arms must be a section of names"):
-            config.load_compare(str(path))
+    assert len(found.seeds) >= 3 and set(found.choice_seeds) <= set(found.seeds)
     with pytest.raises(UserError, match="is a comparison: eval/compare.py takes it"):
         config.load_run("compare_demo")
-    path.write_text("finetune: finetune_demo\nseeds: [0]\narms: {a: 3}\n")
-    with pytest.raises(UserError, match="arms must be a section of names"):
-        config.load_compare(str(path))
+    with pytest.raises(UserError, match="is a run: mpp/pretrain.py or eval/finetune.py takes it"):
+        config.load_compare("mpp_demo")
+
+
+def test_a_comparison_reads_back_as_the_same(plan, tmp_path):
+    full = {
+        "tasks": {"crops": ["finetune_demo", "optim.steps=9"], "vtab/dtd": ["finetune_vtab"]},
+        "arms": {"a": "scratch", "b": ["mpp_demo", "pretraining.seed=1"]},
+        "baselines": ["chance", "shuffled_labels"],
+        "probes": ["linear"],
+        "published": {"a": 0.799},
+        "published_recipes": {"a": None, "b": "mpp_b16"},
+        "published_finetune": "finetune_b16",
+    }
+    found = config.load_compare(plan(**full), ["seeds=[4, 7]", "choice_seeds=[7]", "arms.c=runs/x", "published.a=0.5"])
+    assert (found.seeds, found.choice_seeds) == ((4, 7), (7,))
+    assert found.arms == {"a": "scratch", "b": ("mpp_demo", "pretraining.seed=1"), "c": "runs/x"}
+    assert found.tasks == {"crops": ("finetune_demo", "optim.steps=9"), "vtab/dtd": ("finetune_vtab",)}
+    assert (found.published, found.published_recipes) == ({"a": 0.5}, {"a": None, "b": "mpp_b16"})
+    config.save(found, tmp_path / "config.yaml")
+    assert config.load_compare(str(tmp_path / "config.yaml")) == found
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seeds": []}, "needs at least one arm, one seed and one task"),
+        ({"arms": {}}, "needs at least one arm, one seed and one task"),
+        ({"tasks": {}}, "needs at least one arm, one seed and one task"),
+        ({"seeds": [0, 1, 0]}, "seeds=[0, 1, 0] names one twice"),
+        ({"choice_seeds": [1, 1]}, "seeds=[1, 1] names one twice"),
+        ({"choice_seeds": [2]}, "choice_seeds=[2] must be some of seeds=[0, 1]"),
+        ({"choice_seeds": []}, "choice_seeds=[] must be some of seeds=[0, 1]"),
+        ({"choice_seeds": None}, "choice_seeds is missing, and has no default"),
+        ({"tasks": {"crops": []}}, "tasks.crops names nothing"),
+        ({"arms": {"a": []}}, "arms.a names nothing"),
+        ({"arms": {"a": 3}}, "arms must be a section of names"),
+        ({"arms": {"a": {"recipe": "mpp_demo"}}}, "arms must be a section of names"),
+        ({"tasks": {"crops": "finetune_demo"}}, "tasks must be a section of names"),
+        ({"finetune": "finetune_demo"}, "unknown key finetune"),
+        ({"baselines": ["luck"]}, "baselines must be a list such as [chance or raw_pixels or random_encoder or"),
+        ({"probes": ["nearest"]}, "probes must be a list such as [linear or few_shot]"),
+        ({"published": {"b": 0.5}}, "published figures for b, which is no arm; arms: a"),
+        ({"published": {"a": 0.5}, "published_recipes": {"b": "mpp_b16"}}, "published figures for b, which is no arm"),
+        ({"published": {"a": 79.9}}, "published.a=79.9 must be a share in (0, 1), such as 0.799"),
+        ({"published_finetune": "finetune_b16"}, "go with published, which is missing"),
+        ({"published": {"a": 0.5}, "published_finetune": "finetune_b61"}, "no such recipe; did you mean finetune_b16?"),
+        ({"published": {"a": 0.5}, "published_recipes": {"a": "mpp_b61"}}, "no such recipe; did you mean mpp_b16?"),
+        ({"arms": {"a b": "scratch", "a_b": "scratch"}}, "two of its arms would have the same folder"),
+        (
+            {"tasks": {"a/b": ["finetune_demo"], "a_b": ["finetune_demo"]}},
+            "two of its tasks would have the same folder",
+        ),
+        ({"arms": {"random encoder": "scratch"}}, "an arm can't be named random_encoder"),
+    ],
+)
+def test_what_is_refused_of_a_comparison(plan, changes, words):
+    with pytest.raises(UserError) as caught:
+        config.load_compare(plan(**changes))
+    assert words in str(caught.value)
