@@ -147,7 +147,8 @@ def _few_shot(point: Point, plan: config.StudyConfig, processes: Accelerator, ov
     """
     kept = point.folder / "few_shot.json"
     recipe = next(iter(point.tunings.values()))
-    measured = {"shots": plan.shots, "seeds": list(plan.seeds), "with": config.recipe_hash(recipe)}
+    how = f"{config.recipe_hash(recipe)} {recipe.probe}"
+    measured = {"shots": plan.shots, "seeds": list(plan.seeds), "with": how}
     found = read_json(kept) if kept.is_file() and not overwrite else {}
     processes.wait_for_everyone()  # all have looked before one writes
     if found.get("measured") == measured:

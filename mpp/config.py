@@ -418,9 +418,9 @@ def _idle(key: str, config: RunConfig) -> bool:
     }.get(key, False)
 
 
-def _require_different(recipe: str, seeds: Sequence[int]) -> None:
+def _require_different(recipe: str, seeds: Sequence[int], key: str = "seeds") -> None:
     if len(set(seeds)) < len(seeds):
-        raise UserError(f"{recipe}: seeds={list(seeds)} names one twice, which would count it twice")
+        raise UserError(f"{recipe}: {key}={list(seeds)} names one twice, which would count it twice")
 
 
 def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
@@ -429,7 +429,7 @@ def load_compare(recipe: str, overrides: Sequence[str] = ()) -> CompareConfig:
     if not config.arms or not config.seeds or not config.tasks:
         raise UserError(f"{recipe}: a comparison needs at least one arm, one seed and one task")
     _require_different(recipe, config.seeds)
-    _require_different(recipe, config.choice_seeds)
+    _require_different(recipe, config.choice_seeds, "choice_seeds")
     if not config.choice_seeds or not set(config.choice_seeds) <= set(config.seeds):
         raise UserError(
             f"{recipe}: choice_seeds={list(config.choice_seeds)} must be some of seeds={list(config.seeds)}"

@@ -85,11 +85,6 @@ def open_labelled(recipe: RunConfig, console: Console = _SILENT) -> tuple[Source
     return source, wiring.open_test(recipe, source, console)
 
 
-def accuracy_on(scores: np.ndarray, test: Source) -> float:
-    """Share of a test split whose label has the highest score, [row, class]."""
-    return float((scores.argmax(1) == np.asarray(test.labels)).mean())
-
-
 def reader(recipe: RunConfig, accelerator: Accelerator) -> Read:
     """Reads features of the encoder that a recipe starts from, as its evaluation cuts images.
 
@@ -142,9 +137,12 @@ def linear(read: Read, parts: Parts, recipe: RunConfig, device: torch.device | s
         parts: what `labelled_parts` returns.
         device: where it is fitted.
     """
-    fit, choice, test = ((read(source, rows), np.asarray(source.labels)[rows]) for source, rows in parts)
+    (train, fit_rows), (_, choice_rows), (tested, test_rows) = parts
+    known = np.union1d(fit_rows, choice_rows)  # read together, so that every seed's parts of them are read once
+    values, labels, test = read(train, known), np.asarray(train.labels), read(tested, test_rows)
+    fit, choice = ((values[np.searchsorted(known, rows)], labels[rows]) for rows in (fit_rows, choice_rows))
     classes, strengths = len(parts[0][0].classes or []), recipe.probe.strengths
-    return probe.logistic(*fit, test[0], classes, strengths=strengths, choice=choice, device=device)
+    return probe.logistic(*fit, test, classes, strengths=strengths, choice=choice, device=device)
 
 
 def labelled_parts(recipe: RunConfig, train: Source, test: Source) -> Parts:
@@ -398,15 +396,15 @@ def run_linear_probe(
         return
     output, processes, train, test = _open(recipe, name, "linear_probe", output, overwrite, console)
     chosen, parts = recipe.probe, labelled_parts(recipe, train, test)
-    rows = np.concatenate([rows for _, rows in parts[:2]])
+    rows, labels = np.union1d(parts[0][1], parts[1][1]), np.asarray(test.labels)
     if max(chosen.neighbors) > len(rows):
         raise UserError(f"probe.neighbors={list(chosen.neighbors)}: there are {len(rows)} training images; use fewer")
     read = reader(recipe, processes)
-    how = _how(recipe, test, wiring.require_disjoint(recipe, train, np.sort(rows), test))
+    how = _how(recipe, test, wiring.require_disjoint(recipe, train, rows, test))
     device = processes.device if processes.device.type == "cuda" else "cpu"  # not all others have float64
     fitted = linear(read, parts, recipe, device)
     scores = probe.nearest(
-        np.concatenate([read(source, some) for source, some in parts[:2]]),
+        read(train, rows),
         np.asarray(train.labels)[rows],
         read(*parts[2]),
         len(train.classes or []),
@@ -420,10 +418,10 @@ def run_linear_probe(
         of_nearest = {"temperature": chosen.temperature}
         measured.append((f"{count} nearest neighbours", f"{count}_nn_accuracy", scores[count], of_nearest))
     records = [
-        record(recipe, recipe.init, metric, accuracy_on(some, test), train_images=len(rows), **how, **more)
+        record(recipe, recipe.init, metric, probe.accuracy(some, labels), train_images=len(rows), **how, **more)
         for _, metric, some, more in measured
     ]
-    shown = [[title, *_interval((some.argmax(1) == np.asarray(test.labels))[None])] for title, _, some, _ in measured]
+    shown = [[title, *_interval((some.argmax(1) == labels)[None])] for title, _, some, _ in measured]
     table = report.table(["classifier", "accuracy", "95 % interval"], shown)
     warnings = []
     if fitted.at_edge:

@@ -363,5 +363,8 @@ def _line(title: str, record: Mapping[str, float], steps: int) -> str:
     ]
     if "held_out_accuracy_masked" not in record:
         shown.insert(3, ("held_out_accuracy", "held-out accuracy", "{:.3f}"))
+    for name in record:
+        if name.startswith("probe_"):  # such as probe_5_shot_accuracy
+            shown.append((name, name.removesuffix("_accuracy").replace("_", " "), "{:.3f}"))
     parts = [f"{label} {form.format(record[key])}" for key, label, form in shown if key in record]
     return f"{title} {int(record['step'])}/{steps}  " + "  ".join(parts)

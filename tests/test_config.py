@@ -287,7 +287,7 @@ def test_a_comparison_reads_back_as_the_same(plan, tmp_path):
         ({"arms": {}}, "needs at least one arm, one seed and one task"),
         ({"tasks": {}}, "needs at least one arm, one seed and one task"),
         ({"seeds": [0, 1, 0]}, "seeds=[0, 1, 0] names one twice"),
-        ({"choice_seeds": [1, 1]}, "seeds=[1, 1] names one twice"),
+        ({"choice_seeds": [1, 1]}, "choice_seeds=[1, 1] names one twice"),
         ({"choice_seeds": [2]}, "choice_seeds=[2] must be some of seeds=[0, 1]"),
         ({"choice_seeds": []}, "choice_seeds=[] must be some of seeds=[0, 1]"),
         ({"choice_seeds": None}, "choice_seeds is missing, and has no default"),

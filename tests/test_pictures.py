@@ -137,6 +137,7 @@ def test_rates_are_lines_with_a_ring_at_the_chosen_and_a_cross_where_one_diverge
             "self-supervised": ({0.1: 0.75, 0.01: 0.5, 1.0: None}, 0.1),
             "from scratch": ({0.01: 0.25, 0.1: 0.125}, 0.01),
             "failed": ({0.01: None, 0.1: None}, None),
+            "chosen elsewhere": ({0.1: 0.25}, 0.3),
         }
     }
     (panel,) = drawn(pictures.draw_rates, curves)
@@ -144,7 +145,7 @@ def test_rates_are_lines_with_a_ring_at_the_chosen_and_a_cross_where_one_diverge
     assert points(panel, "self-supervised") == [(0.01, 0.5), (0.1, 0.75)]  # rising, whatever the order of the list
     assert points(panel, "from scratch") == [(0.01, 0.25), (0.1, 0.125)]
     of = {line.get_label(): line.get_color() for line in panel.lines if not line.get_label().startswith("_")}
-    assert len(set(of.values())) == 3
+    assert len(set(of.values())) == 4
     rings = {
         (line.get_color(), *points(panel, line.get_label())[0])
         for line in panel.lines

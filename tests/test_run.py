@@ -939,7 +939,7 @@ def tried_with(accuracies, losses=(1.0, 1.0)):
         ([tried_with((0.9, 0.6)), tried_with((0.5, 0.7))], 0.1),  # 0.7 and 0.65
         ([tried_with((0.5, 0.6), (1.0, 1.0)), tried_with((0.6, 0.5), (1.0, 0.9))], 0.01),  # the loss decides
         ([tried_with((0.5, 0.6), (0.9, 1.0)), tried_with((0.6, 0.5), (1.0, 1.0))], 0.1),
-        ([tried_with((0.3, 0.2), (1.0, 0.9)), tried_with((0.0, 0.1))], 0.01),  # 0.3 / 2 and (0.2 + 0.1) / 2 are equal
+        ([tried_with((0.3, 0.2), (0.9, 1.0)), tried_with((0.0, 0.1))], 0.1),  # 0.3 / 2 and (0.2 + 0.1) / 2 are equal
         ([tried_with((0.9, 0.1)), tried_with((None, 0.1))], 0.01),  # diverged in one of them
         ([tried_with((0.5, 0.5), (2.0, 2.0))], 0.1),
     ],

@@ -649,6 +649,32 @@ def test_a_model_of_imagenets_classes_is_measured_on_every_further_test_set(tmp_
     ] in rows
 
 
+def test_a_further_test_set_is_measured_by_its_own_images(tmp_path):
+    colors = {"red": (220, 30, 30), "green": (30, 220, 30), "blue": (30, 30, 220)}
+    shown = {"train": list(colors) * 3, "validation": list(colors), "more": ["blue", "red", "red", "green", "blue"]}
+    folders = {"more": ["blue", "green", "red", "green", "red"]}  # two of five lie in another's folder
+    number = 0
+    for split, pictures in shown.items():
+        root = tmp_path / "more" if split == "more" else tmp_path / "set" / split
+        for color, name in zip(pictures, folders.get(split, pictures), strict=True):
+            number += 1
+            (root / name).mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (16, 16), tuple(part - number for part in colors[color])).save(
+                root / name / f"{number}.png"
+            )
+    options = [
+        f"data.source=folder:{tmp_path / 'set'}",
+        "data.per_class=null",
+        f"tests.more=folder:{tmp_path / 'more'}",
+    ]
+    recipe = recipe_of("finetune_demo", *options, "optim.learning_rate=0.1", "optim.steps=60")
+    results = run.finetune(recipe, tmp_path / "run", QUIET)
+    found = {(Path(record["data_set"]).name, record["metric"]): record["value"] for record in results}
+    assert (found["set", "accuracy"], found["more", "accuracy"]) == (1.0, 3 / 5)
+    best = run_folder.read_arrays(tmp_path / "run" / "predictions.npz")["more"][:, 0]
+    assert [sorted(colors)[label] for label in best] == ["blue", "red", "green", "red", "blue"]  # by folder and name
+
+
 # ---- probes
 
 
