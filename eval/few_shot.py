@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv,
         command="eval/few_shot.py",
         purpose="Ridge regression in closed form on frozen features (ViT paper, 4.1), for each of probe.shots and "
-        "probe.seeds. With no --recipe: the data and the model of the run that init names.",
+        "probe.seeds. With no --recipe: the fine-tuning recipe that the run in init names (or the newest below runs/), "
+        "with the run's model and image size. Left in runs/few_shot/RUN where no --output is given.",
         example="python eval/few_shot.py init=runs/mpp_b16 probe.shots=[5,10] probe.form=plain",
         more=more,
     )

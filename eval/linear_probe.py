@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv,
         command="eval/linear_probe.py",
         purpose="Logistic regression, its strength chosen on held-out training images, and weighted k nearest "
-        "neighbours, both on frozen features. With no --recipe: the data and the model of the run that init names.",
+        "neighbours, both on frozen features. With no --recipe: the fine-tuning recipe that the run in init names (or "
+        "the newest below runs/), with the run's model and image size. Left in runs/linear_probe/RUN where no --output "
+        "is given.",
         example="python eval/linear_probe.py init=runs/mpp_b16 probe.features=patches probe.block=8",
     )
     command_line.exit_with(lambda: _linear_probe(flags))

@@ -269,13 +269,13 @@ def _pretraining_facts(name: str, recipe: RunConfig, summary: Mapping[str, Any])
         return []
     text = f"Pre-training of {name}: held-out loss {found['held_out_loss']:.2f} nats"
     if "held_out_target_entropy" in found:
-        text += f"; the entropy of the color classes is {found['held_out_target_entropy']:.2f}"
+        text += f"; the entropy of the colour classes is {found['held_out_target_entropy']:.2f}"
     if "held_out_nearest_patch_accuracy_masked" in found:
         ours, theirs = found["held_out_accuracy_masked"], found["held_out_nearest_patch_accuracy_masked"]
         text += (
             f". Accuracy on masked patches {ours:.3f} {'passes' if ours > theirs else 'does not reach'} that of the "
-            f"nearest patch's color, {theirs:.3f} (random patches {found['held_out_accuracy_random']:.3f}, kept "
-            f"{found['held_out_accuracy_kept']:.3f}, always the most frequent color "
+            f"nearest patch's colour, {theirs:.3f} (random patches {found['held_out_accuracy_random']:.3f}, kept "
+            f"{found['held_out_accuracy_kept']:.3f}, always the most frequent colour "
             f"{found['held_out_most_frequent_accuracy']:.3f})"
         )
     return [text + "."]
@@ -287,7 +287,7 @@ def _demo(tunings: Mapping[str, RunConfig]) -> list[str]:
     return [
         "## What these images are",
         "Crops of 32 x 32 pixels of ten photographs; the question is which photograph a crop comes from. Training and "
-        "test crops share no pixel. These are real colors and textures, and the pipeline's learning shows on them; it "
+        "test crops share no pixel. These are real colours and textures, and the pipeline's learning shows on them; it "
         "is not object recognition, and says nothing about accuracies on ImageNet. Labels are few on purpose, and so "
         "are the steps: the recipe `mpp_demo_long` pre-trains the same encoder for longer.",
     ]
@@ -298,7 +298,7 @@ def _pictures(output: Path, pretrainings: Mapping[str, Any]) -> list[str]:
     for name in pretrainings:
         shown = []
         for picture, caption in [
-            ("mosaic.png", "Held-out images: image, what the encoder saw, predicted and true colors"),
+            ("mosaic.png", "Held-out images: image, what the encoder saw, predicted and true colours"),
             ("curves.png", "Loss and accuracy over the steps"),
         ]:
             file = f"figures/{slug(name)}_{picture}"

@@ -1,7 +1,6 @@
 """From a recipe to objects: processes, data, encoder and objective, and what they would cost."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -435,16 +434,6 @@ def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Conso
             notes.append(f"position embeddings resized from {old} x {old} to {new} x {new} ({way})")
     console.say("; ".join(notes))
     return encoder, mean, std
-
-
-def pretrained_model(recipe: RunConfig, folder: Path) -> tuple[nn.Module, Pixels, Pixels]:
-    """The whole model of a finished pre-training, its head too, and its pixel mean and standard deviation."""
-    named = folder / "classes.json"
-    classes = json.loads(named.read_text()) if named.is_file() else None
-    encoder, mean, std = initial_encoder(dataclasses.replace(recipe, init=str(folder)), classes, Console(quiet=True))
-    model = build_objective(recipe, encoder, classes, mean, std).build(encoder)
-    checkpoint.load_objective(checkpoint.weights_file(str(folder)).parent, model, encoder)
-    return model, mean, std
 
 
 def probes_of(recipe: RunConfig, mean: Pixels, std: Pixels, processes: int) -> Probes | None:
