@@ -34,10 +34,10 @@ from mpp import (
     run_folder,
     wiring,
 )
-from mpp.comparison_folder import CONTROL, Comparison, PlannedArm, weights_of, with_rate
+from mpp.comparison_folder import CONTROL, Comparison, PlannedArm, weights_of
 from mpp.console import Console
 from mpp.errors import ImageError, UserError
-from mpp.files import read_json, slug, write_text
+from mpp.files import read_json, read_json_list, slug, write_text
 
 Record = dict[str, Any]
 Failures = dict[str, dict[str, str]]  # arm -> task -> why
@@ -169,7 +169,7 @@ def _parts(whole: Comparison, arm: PlannedArm, missing: Units) -> list[tuple[str
         recipe = whole.tuning(arm, task, whole.plan.seeds[0])
         rates = recipe.optim.learning_rate if isinstance(recipe.optim.learning_rate, tuple) else ()
         sweeps = len(rates) * len(whole.choices(arm, task)) if arm.name != CONTROL else 0
-        one = with_rate(recipe, rates[0]) if rates else recipe
+        one = config.with_rate(recipe, rates[0]) if rates else recipe
         seeds = sum((arm.name, task, seed) in missing for seed in whole.plan.seeds)
         parts += [(f"choice of the rate, {task}", one, sweeps)] if sweeps else []
         parts.append((f"fine-tuning, {task}", one, seeds))
@@ -248,7 +248,7 @@ def _measure(
                     rates[arm.name, task] = attempt(arm.name, [task], partial(_rate_of_first, whole, task))
                     if task in failures[arm.name]:
                         continue
-                recipe = with_rate(whole.tuning(arm, task, seed), rates[arm.name, task])
+                recipe = config.with_rate(whole.tuning(arm, task, seed), rates[arm.name, task])
                 tune = partial(
                     run.finetune,
                     recipe,
@@ -280,7 +280,7 @@ def _rate_of_first(whole: Comparison, task: str) -> float:
     """The learning rate that was chosen for the first arm, which the control takes, too."""
     for seed in whole.plan.seeds:
         if whole.finished(whole.arms[0], task, seed):
-            return json.loads((whole.unit(whole.arms[0], task, seed) / "results.json").read_text())[0]["learning_rate"]
+            return read_json_list(whole.unit(whole.arms[0], task, seed) / "results.json")[0]["learning_rate"]
     raise UserError(f"{whole.arms[0].name} was not measured on {task}, whose learning rate the control takes")
 
 

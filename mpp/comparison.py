@@ -95,6 +95,11 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f}"
 
 
+def ends(interval: Interval) -> str:
+    """Of an interval, in percent."""
+    return f"{percent(interval.low)} to {percent(interval.high)}"
+
+
 def spread(values: Sequence[float]) -> str:
     """Mean and standard deviation, in percent."""
     if not len(values):
@@ -115,7 +120,7 @@ def accuracy_rows(arms: Sequence[Arm], test_set: str, measures: Sequence[str]) -
         outcome = arm.outcomes.get(test_set)
         if outcome is not None:
             found = outcome.accuracy
-            cells = [percent(found.estimate), f"{percent(found.low)} to {percent(found.high)}"]
+            cells = [percent(found.estimate), ends(found)]
             cells.append(" ".join(percent(value) for value in outcome.of_seeds().values()))
         else:
             most = arm.frozen.get((test_set, "most_frequent_accuracy"), [])

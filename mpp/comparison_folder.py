@@ -113,7 +113,9 @@ class Comparison:
         if not (folder / "summary.json").is_file() or not (folder / "results.json").is_file():
             return False
         there = config.load_run(str(folder / "config.yaml"))[0]
-        changed = config.changed_keys(there, with_rate(dataclasses.replace(recipe, init=there.init), there))
+        changed = config.changed_keys(
+            there, config.with_rate(dataclasses.replace(recipe, init=there.init), there.optim.learning_rate)
+        )
         what = "was fine-tuned under another protocol"
         before = self.output / slug(arm.name) / "config.yaml"
         if arm.pretraining is not None and before.is_file() and not changed:
@@ -230,12 +232,6 @@ class Comparison:
     def _further(self, task: str, name: str) -> str:
         """What a further test set is called in the report."""
         return name if len(self.plan.tasks) == 1 and name not in self.plan.tasks else f"{task}, {name}"
-
-
-def with_rate(recipe: RunConfig, like: RunConfig | float) -> RunConfig:
-    """A recipe at one learning rate, or at that of another."""
-    rate = like if isinstance(like, float) else like.optim.learning_rate
-    return dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=rate))
 
 
 def weights_of(init: str) -> str | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from mpp import comparison, config, pictures, report, tasks
-from mpp.comparison import Arm, percent
+from mpp.comparison import Arm, ends, percent
 from mpp.config import CompareConfig, RunConfig
 from mpp.files import slug
 
@@ -133,7 +133,7 @@ def _control(arms: Sequence[Arm], test_set: str) -> list[str]:
     interval, chance = found[0].outcomes[test_set].accuracy, most[0][0]
     text = (
         f"Control: fine-tuned on shuffled labels, the test accuracy is {percent(interval.estimate)} "
-        f"({percent(interval.low)} to {percent(interval.high)}); always the most frequent class scores "
+        f"({ends(interval)}); always the most frequent class scores "
         f"{percent(chance)}."
     )
     if interval.low > chance:
@@ -205,7 +205,7 @@ def _published(
     for name, figure in plan.published.items():
         outcome = by_name[name].outcomes.get(task)
         ours = outcome.accuracy if outcome else None
-        shown = f"{percent(ours.estimate)} ({percent(ours.low)} to {percent(ours.high)})" if ours else "not measured"
+        shown = f"{percent(ours.estimate)} ({ends(ours)})" if ours else "not measured"
         gap = f"{100 * (ours.estimate - figure):+.1f}" if ours else ""
         rows.append([name, f"{100 * figure:.2f}", shown, gap])
     recipe = plan.published_finetune

@@ -672,6 +672,11 @@ def to_yaml(config: RunConfig | CompareConfig | StudyConfig) -> str:
     return yaml.safe_dump(_plain(config), sort_keys=False)
 
 
+def with_rate(config: RunConfig, rate: float | tuple[float, ...]) -> RunConfig:
+    """A recipe at another learning rate."""
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, learning_rate=rate))
+
+
 def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
     """Keys that change results and differ, as `key: before there, after here`."""
     old, new = dict(_flat(_plain(before))), dict(_flat(_plain(after)))

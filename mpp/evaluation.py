@@ -27,7 +27,7 @@ from mpp import (
     run_folder,
     wiring,
 )
-from mpp.comparison import percent
+from mpp.comparison import ends, percent
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
@@ -148,7 +148,7 @@ def linear(read: Read, parts: Parts, recipe: RunConfig, device: torch.device | s
 def labelled_parts(recipe: RunConfig, train: Source, test: Source) -> Parts:
     """Labelled images as a fine-tuning's seed draws them: to fit on, to choose on, and the whole test split."""
     if recipe.data.holdout or recipe.data.choice_split:  # a strength is chosen where one learning rate would not be
-        recipe = dataclasses.replace(recipe, optim=dataclasses.replace(recipe.optim, learning_rate=(1.0, 2.0)))
+        recipe = config.with_rate(recipe, (1.0, 2.0))
     fit_rows, choice_rows = wiring.labelled_rows(recipe, train)
     return [(train, fit_rows), (train, choice_rows), (test, np.arange(len(test)))]
 
@@ -309,7 +309,7 @@ def _in_words(recipe: RunConfig, how: Mapping[str, Any]) -> str:
 def _interval(hits: np.ndarray) -> list[str]:
     """Accuracy and its interval as two cells, of hits [seed, image]."""
     found = intervals.bootstrap(hits)
-    return [percent(found.estimate), f"{percent(found.low)} to {percent(found.high)}"]
+    return [percent(found.estimate), ends(found)]
 
 
 def run_few_shot(

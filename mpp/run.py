@@ -19,7 +19,7 @@ from mpp import config, pictures, report, run_folder, sources, wiring
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
-from mpp.files import read_json, write_text
+from mpp.files import read_json, read_json_list, write_text
 from mpp.job import Job, classify_source, measure_rows, run_loop
 from mpp.metrics import accuracies, labelled
 from mpp.model import encoder_of
@@ -102,7 +102,7 @@ class _Tuning:
 
     def job(self, rate: float, folder: Path, rows: np.ndarray, console: Console) -> Job:
         """A run of the loop at one learning rate, on some rows."""
-        recipe = dataclasses.replace(self.recipe, optim=dataclasses.replace(self.recipe.optim, learning_rate=rate))
+        recipe = config.with_rate(self.recipe, rate)
         encoder, mean, std = wiring.initial_encoder(recipe, self.classes, console)
         objective = wiring.build_objective(recipe, encoder, self.classes, mean, std)
         parts = (self.accelerator, console, folder, objective, objective.build(encoder), self.source, rows)
@@ -179,7 +179,7 @@ def finetune(
     """
     tuning, finished = _open_tuning(recipe, output, "finetune", console, overwrite)
     if finished:
-        return json.loads((output / "results.json").read_text())
+        return read_json_list(output / "results.json")
     accelerator, source, classes = tuning.accelerator, tuning.source, tuning.classes
     test = wiring.open_test(recipe, source, console)
     wiring.require_loss_for(recipe, source, test)
