@@ -1,16 +1,21 @@
 """What all entry points share: flags, help, and one message with status 2 for what a user can mend."""
 
 import argparse
+import errno
 import io
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mpp.config import recipe_names
+from mpp.credentials import hide
 from mpp.errors import ImageError, Stopped, UserError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def parse(
@@ -57,16 +62,26 @@ def exit_with(action: Callable[[], None]) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):  # file names need not be text
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # the loop has its own way with them
+        signal.signal(number, _stop)
     status = 0
     try:
         action()
         _leave_processes()
     except ImageError as error:
         status = 2
-        print(f"error: {error}", file=sys.stderr)
+        print(hide(f"error: {error}"), file=sys.stderr)
     except UserError as error:
         status = 2
         _tell(f"error: {error}")
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        status = 2
+        print(
+            hide(f"error: {error}; what was saved before stays. Make room, then the same command continues"),
+            file=sys.stderr,
+        )
     except Stopped as stopped:
         status = 130
         _tell(str(stopped))
@@ -78,6 +93,10 @@ def exit_with(action: Callable[[], None]) -> NoReturn:
     sys.exit(status)
 
 
+def _stop(number: int, _: Any) -> None:
+    raise Stopped(f"stopped by {signal.Signals(number).name}; the same command continues")
+
+
 def _leave_processes() -> None:
     torch = sys.modules.get("torch")  # a fault in a flag is told without waiting for its import
     if torch is not None and torch.distributed.is_initialized():
@@ -86,4 +105,4 @@ def _leave_processes() -> None:
 
 def _tell(text: str) -> None:
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # once on every machine
-        print(text, file=sys.stderr)
+        print(hide(text), file=sys.stderr)

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mpp import checkpoint, comparison, config, files, run_folder, tasks
+from mpp import comparison, config, files, references, run_folder, tasks
 from mpp.comparison import Outcome, Spending
 from mpp.config import CompareConfig, RunConfig
 from mpp.errors import UserError
@@ -239,7 +239,7 @@ def weights_of(init: str) -> str | None:
     if init == "scratch":
         return ""
     try:
-        file = checkpoint.weights_file(init)
+        file = references.weights_file(init)
     except UserError:
         return None
     return _fingerprint(file, file.stat().st_mtime_ns)

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from mpp import credentials
 from mpp.errors import UserError
 from mpp.files import slug, write_text
 
@@ -222,7 +223,13 @@ class RuntimeConfig:
         precision: fp32 or bf16; decides, whatever the launcher says.
         log_every, eval_every, save_every: in steps; 0 for only at the end.
         keep: newest checkpoints that stay on disk.
+        keep_every: checkpoints of steps that are multiples of it stay, too; 0 for none.
+        keep_best: a number that is measured during training, such as held_out_loss or probe_5_shot_accuracy, by which
+            the best checkpoint stays, too.
         log_inputs: write what every step read to `inputs/process_R.jsonl`.
+        push_to_hub: ORG/NAME on the Hugging Face Hub, to which every checkpoint is sent while the run goes on.
+        push_private: whether that repository is private where it is made.
+        license: of the weights, as the Hub names it (apache-2.0), for their model card.
         tracker: where metrics are sent beside `metrics.jsonl`, by accelerate; the package of that name must be
             installed.
     """
@@ -235,7 +242,12 @@ class RuntimeConfig:
     eval_every: int = 0
     save_every: int = 0
     keep: int = 2
+    keep_every: int = 0
+    keep_best: str | None = None
     log_inputs: bool = False
+    push_to_hub: str | None = None
+    push_private: bool = False
+    license: str | None = None
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"
 
 
@@ -418,6 +430,14 @@ def _idle(key: str, config: RunConfig) -> bool:
     }.get(key, False)
 
 
+def model_from(values: Any, where: str) -> ModelConfig:
+    """The `model` section from plain values of a file, which may come from anywhere; raises UserError as `load_run`."""
+    tree = _parse(json.dumps(values), where)
+    if not isinstance(tree, dict):
+        raise UserError(f"{where}: model is no section")
+    return _build(ModelConfig, tree, "model.", where, [f"model.{key}" for key in _paths(ModelConfig)], {})
+
+
 def _require_different(recipe: str, seeds: Sequence[int], key: str = "seeds") -> None:
     if len(set(seeds)) < len(seeds):
         raise UserError(f"{recipe}: {key}={list(seeds)} names one twice, which would count it twice")
@@ -473,8 +493,33 @@ def load_study(recipe: str, overrides: Sequence[str] = ()) -> StudyConfig:
     return config
 
 
+def _keep_best(runtime: RuntimeConfig, probe: ProbeConfig) -> list[tuple[Any, str]]:
+    """What must hold for `runtime.keep_best`: that its number is known of every checkpoint."""
+    if runtime.keep_best is None:
+        return []
+    probed = runtime.keep_best.startswith("probe_")
+    key, every = ("probe.every", probe.every) if probed else ("runtime.eval_every", runtime.eval_every)
+    return [
+        (
+            probed or runtime.keep_best.startswith("held_out_"),
+            f"runtime.keep_best={runtime.keep_best} must be a held-out number, held_out_... or probe_...",
+        ),
+        (
+            every > 0 and runtime.save_every > 0 and runtime.save_every % every == 0,
+            f"runtime.keep_best={runtime.keep_best} needs every checkpoint measured: runtime.save_every="
+            f"{runtime.save_every} must be a multiple of {key}={every}",
+        ),
+    ]
+
+
 def check_run(config: RunConfig) -> None:
     """Raises UserError where values contradict each other or lie outside their range."""
+    for key, value in flat(config).items():
+        if isinstance(value, str) and credentials.holds_one(value):
+            raise UserError(
+                f"{key} holds what looks like an access token or a password, and a recipe is written down; take it "
+                "out, and set HF_TOKEN in the environment or use `hf auth login`"
+            )
     data, optim, objective, runtime, probe = config.data, config.optim, config.objective, config.runtime, config.probe
     rates = optim.learning_rate if isinstance(optim.learning_rate, tuple) else (optim.learning_rate,)
     smallest, largest = data.crop_area
@@ -628,6 +673,16 @@ def check_run(config: RunConfig) -> None:
             "so that what is saved was seen to be finite",
         ),
         (runtime.keep > 0, f"runtime.keep={runtime.keep} must be positive"),
+        (runtime.keep_every >= 0, f"runtime.keep_every={runtime.keep_every} must not be negative; 0 for none"),
+        (
+            not runtime.keep_every or (runtime.save_every and runtime.keep_every % runtime.save_every == 0),
+            f"runtime.keep_every={runtime.keep_every} must be a multiple of runtime.save_every={runtime.save_every}",
+        ),
+        *_keep_best(runtime, probe),
+        (
+            runtime.push_to_hub is None or re.fullmatch(r"[\w.-]+/[\w.-]+", runtime.push_to_hub),
+            f"runtime.push_to_hub={runtime.push_to_hub} is no repository of the Hub; give ORG/NAME",
+        ),
         (
             probe.every >= 0 and probe.every % runtime.log_every == 0,
             f"probe.every={probe.every} must be a multiple of runtime.log_every={runtime.log_every}",
@@ -669,7 +724,7 @@ def save(config: RunConfig | CompareConfig | StudyConfig, path: Path) -> None:
 
 
 def to_yaml(config: RunConfig | CompareConfig | StudyConfig) -> str:
-    return yaml.safe_dump(_plain(config), sort_keys=False)
+    return yaml.safe_dump(_plain(config), sort_keys=False, allow_unicode=True)
 
 
 def with_rate(config: RunConfig, rate: float | tuple[float, ...]) -> RunConfig:
@@ -693,8 +748,12 @@ def _may_differ(key: str) -> bool:
 
 def recipe_hash(config: RunConfig) -> str:
     """Twelve digits that are equal where everything that changes results is equal."""
-    values = {key: value for key, value in _flat(_plain(config)) if not _may_differ(key)}
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(decisive(config), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def decisive(config: RunConfig) -> dict[str, Any]:
+    """Plain values, by dotted keys, of everything that changes results."""
+    return {key: value for key, value in flat(config).items() if not _may_differ(key)}
 
 
 def flat(config: RunConfig) -> dict[str, Any]:

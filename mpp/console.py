@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
 
+from mpp.credentials import hide
+
 _LINE_EVERY_SECONDS = 30.0
 
 
@@ -33,7 +35,7 @@ class Console:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            tqdm.write(text, file=sys.stdout)
+            tqdm.write(hide(text), file=sys.stdout)
             sys.stdout.flush()
 
     def say_once(self, text: str) -> None:

@@ -23,6 +23,7 @@ from mpp import (
     intervals,
     pictures,
     probe,
+    references,
     report,
     run_folder,
     wiring,
@@ -51,12 +52,15 @@ def frozen_model(recipe: RunConfig) -> tuple[nn.Module, wiring.Pixels, wiring.Pi
     """
     if recipe.init == "scratch":
         return wiring.frozen_encoder(recipe)
-    file = checkpoint.weights_file(recipe.init)  # once, for a run that goes on may have a newer one a moment later
+    # Once, for a run that goes on may have a newer one a moment later.
+    file = references.weights_file(recipe.init, Console().say_once)
     encoder, mean, std = wiring.frozen_encoder(dataclasses.replace(recipe, init=str(file)))
-    beside = file.with_name("objective.safetensors")
+    beside = file.with_name(references.OBJECTIVE)
     if not beside.is_file():
         return encoder, mean, std
     there = checkpoint.read_weights(beside)
+    if "head.bias" not in there:
+        raise UserError(f"{beside} holds no prediction head of this package; take it out of the folder")
     outputs = len(there["head.bias"])
     model: nn.Module
     if "mask_embedding" in there:
@@ -278,7 +282,7 @@ def _close(
 def _how(recipe: RunConfig, test: Source, overlap: int) -> dict[str, Any]:
     """What all records of an evaluation say of it."""
     chosen = recipe.probe
-    weights = None if recipe.init == "scratch" else str(checkpoint.weights_file(recipe.init))
+    weights = None if recipe.init == "scratch" else str(references.weights_file(recipe.init))
     return {
         "images": len(test),
         "overlap": overlap,

@@ -144,6 +144,15 @@ class Probes:
                 "all; use fewer neighbors, or more shots"
             )
 
+    @property
+    def names(self) -> list[str]:
+        """What `measure` tells of."""
+        return [
+            f"probe_{count}_{kind}_accuracy"
+            for kind, counts in (("shot", self.shots), ("nn", self.neighbors))
+            for count in counts
+        ]
+
     def measure(self, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
         """Means over the seeds, the same in every process."""
         drawn = [shot_rows(self.train, seed, max(self.shots)) for seed in self.seeds]
@@ -163,11 +172,10 @@ class Probes:
             neighbors=self.neighbors,
             temperature=self.temperature,
         )
-        return {
-            f"probe_{count}_{name}_accuracy": float(np.mean([hits[count, seed].mean() for seed in self.seeds]))
-            for name, hits, counts in (("shot", by_shots, self.shots), ("nn", by_neighbors, self.neighbors))
-            for count in counts
-        }
+        found = [by_shots[count, seed].mean() for count in self.shots for seed in self.seeds]
+        found += [by_neighbors[count, seed].mean() for count in self.neighbors for seed in self.seeds]
+        means = np.reshape(found, (-1, len(self.seeds))).mean(axis=1)
+        return dict(zip(self.names, means.tolist(), strict=True))
 
     def _features(self, model: nn.Module, accelerator: Accelerator, source: Source, rows: Rows) -> np.ndarray:
         return features(

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import math
+import os
 import signal
 import time
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from timm.models import VisionTransformer
 from torch import Tensor, nn
 
 from mpp import checkpoint, config, data, run_folder, wiring
+from mpp.background_push import BackgroundPush
 from mpp.config import RunConfig
 from mpp.console import Console
-from mpp.errors import Stopped
-from mpp.files import write_json_lines
+from mpp.errors import Stopped, UserError
+from mpp.files import read_json, write_json_lines
 from mpp.frozen import Probes
 from mpp.metrics import Tally, exact_type
 from mpp.model import encoder_of
@@ -34,6 +36,8 @@ from mpp.tracking import tracking
 from mpp.train import classify, measure, train
 from mpp.wiring import HeldOut
 
+# Ctrl-C, a scheduler that ends a run, and one that gives notice of it (Slurm's --signal=USR1@90).
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _SAME_SIGNAL_SECONDS = 2.0
 
 
@@ -47,8 +51,10 @@ class Job:
         rows: rows of `source` to train on.
         held_out: (source, rows) measured during and after training; None for none.
         probes: frozen features looked at during training; None for none.
+        push: sends checkpoints to the Hub; None where they stay here, and in every process but the first.
         classes: names of the outputs of the encoder's head, if it has one.
         inputs: fingerprints of what the run reads.
+        kind: pretrain or finetune.
     """
 
     recipe: RunConfig
@@ -62,7 +68,44 @@ class Job:
     held_out: HeldOut | None
     classes: list[str] | None
     inputs: dict[str, str]
+    kind: str = "pretrain"
     probes: Probes | None = None
+    push: BackgroundPush | None = None
+
+
+def require_best(job: Job) -> None:
+    """Raises UserError where `runtime.keep_best` is not among the numbers that this run measures."""
+    name = job.recipe.runtime.keep_best
+    if name is None:
+        return
+    names = list(job.probes.names) if job.probes else []
+    if job.held_out is not None:
+        source, rows = job.held_out
+        one = dataclasses.replace(job, model=job.model.to(job.accelerator.device))
+        names += [f"held_out_{number}" for number in measure_rows(one, (source, rows[:1]))]
+    if name not in names:
+        raise UserError(f"runtime.keep_best={name} is not measured in this run; there are {', '.join(names) or 'none'}")
+
+
+def _newest(job: Job) -> tuple[int, Path] | None:
+    """Step and path of the checkpoint that a run continues from; damaged ones are told of and set aside."""
+    found = checkpoint.newest_intact(job.folder / "checkpoints")
+    if found is None:
+        return None
+    step, path, damaged = found
+    before = read_json(path / "state" / "meta.json").get("recipe", {})
+    now = config.decisive(job.recipe)
+    changed = [f"{key}: {before[key]} there, {now[key]} here" for key in now if before.get(key, now[key]) != now[key]]
+    if changed:
+        listed = "\n  ".join(changed)
+        raise UserError(
+            f"{path} is the state of another recipe; take it out of this folder, or give --overwrite to start again. "
+            f"What differs:\n  {listed}"
+        )
+    for broken, what in damaged:
+        aside = checkpoint.set_aside(broken)
+        job.console.say(f"warning: {what}. It is now {aside.name}, and step {step} is continued from")
+    return step, path
 
 
 def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
@@ -96,9 +139,9 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
     shown, trained = (average.model, model) if average else (model, None)
     encoder, measured = encoder_of(shown), dataclasses.replace(job, model=shown)
     tally, first_step, seconds_before, replaced = Tally(), 0, 0.0, 0
-    saved = checkpoint.complete(folder / "checkpoints")
-    if saved:
-        first_step, newest = saved[-1]
+    saved = wiring.on_first(accelerator, lambda: _newest(job))
+    if saved is not None:
+        first_step, newest = saved
         meta = checkpoint.restore(newest, model=shown, encoder=encoder, trained=trained, optimizer=optimizer)
         run_folder.require_same_inputs(folder, meta["inputs"], job.inputs)
         seconds_before, replaced = meta["seconds"], meta["replaced"]
@@ -188,27 +231,32 @@ def run_loop(job: Job, title: str, lines: bool = True) -> dict[str, float]:
         totals = counts.total(lambda value: accelerator.reduce(value, "sum"))
         if recipe.data.on_error == "replace":
             broken.share()
-        if accelerator.is_main_process:
-            checkpoint.write(
-                folder / "checkpoints",
-                step,
-                model=shown,
-                encoder=encoder,
-                trained=trained,
-                objective_note=job.objective.note,
-                optimizer=optimizer,
-                names=names,
-                meta={
-                    "tally": {name: value.tolist() for name, value in totals.items()},
-                    "seconds": seconds_before + time.monotonic() - began,
-                    "replaced": broken.replaced,
-                    "recipe_hash": config.recipe_hash(recipe),
-                    "inputs": job.inputs,
-                },
-                classes=job.classes,
-                keep=runtime.keep,
-            )
-        accelerator.wait_for_everyone()
+        write = partial(
+            checkpoint.write,
+            folder / "checkpoints",
+            step,
+            model=shown,
+            encoder=encoder,
+            trained=trained,
+            objective_note=job.objective.note,
+            optimizer=optimizer,
+            names=names,
+            meta={
+                "tally": {name: value.tolist() for name, value in totals.items()},
+                "seconds": seconds_before + time.monotonic() - began,
+                "replaced": broken.replaced,
+                "kind": job.kind,
+                "recipe": config.decisive(recipe),
+                "inputs": job.inputs,
+            },
+            measured=last if last.get("step") == step else {},
+            classes=job.classes if recipe.model.head == "linear" else None,
+            description=wiring.description(recipe),
+            retention=checkpoint.Retention(runtime.keep, runtime.keep_every, runtime.keep_best),
+        )
+        wiring.on_first(accelerator, write)
+        if job.push is not None and step < optim.steps:  # the last one goes with the card of the finished run
+            job.push.offer()
 
     tracker = tracking(accelerator, runtime.tracker if lines else "none", folder, config.flat(recipe))
     with closing(batches), _stop_signals() as received, tracker as send:  # loader processes end even after a defect
@@ -309,7 +357,7 @@ def _cpu_group() -> Any:
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collects Ctrl-C and SIGTERM instead of dying of them; Ctrl-C again, after a moment, ends at once.
+    """Collects the signals that end a run instead of dying of them; Ctrl-C again, after a moment, ends at once.
 
     A moment, because launchers pass on to every process the signal that the whole group has had already.
     """
@@ -320,10 +368,14 @@ def _stop_signals() -> Iterator[list[int]]:
         nonlocal first
         if number == signal.SIGINT and time.monotonic() > first + _SAME_SIGNAL_SECONDS:
             raise KeyboardInterrupt
+        if not received and os.environ.get("RANK", "0") == "0" and os.getpid() == here:
+            # Not by print, which a signal may have interrupted.
+            os.write(2, b"\nstopping: the step is finished and saved first (Ctrl-C again ends at once)\n")
         first = min(first, time.monotonic())
         received.append(number)
 
-    before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
+    here = os.getpid()  # loader processes inherit this
+    before = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
     try:
         yield received
     finally:

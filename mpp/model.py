@@ -9,6 +9,7 @@ from timm.layers import lecun_normal_
 from timm.models import VisionTransformer
 from torch import Tensor, nn
 
+from mpp.checkpoint import misfits
 from mpp.corruption import corrupt, take
 from mpp.encoders import Encoder
 from mpp.errors import UserError
@@ -167,17 +168,11 @@ def load_encoder(
     for name in dropped:
         del weights[name]
     resized = _fit_positions(encoder, weights, expected, position_resize)
-    problems = [f"missing: {name}" for name in expected if name not in weights]
+    problems = misfits(expected, weights)
     if _has_fixed_positions(encoder) and "pos_embed" in weights and not own["pos_embed"].is_meta:
         there, here = weights["pos_embed"], own["pos_embed"]
         if there.shape == here.shape and not torch.equal(there.to(here.device), here):
             problems.append("pos_embed: learned there, and fixed in the model (model.position=sincos_2d)")
-    problems += [f"unexpected: {name}" for name in weights if name not in expected]
-    problems += [
-        f"shape of {name}: {list(weights[name].shape)} there, {list(value.shape)} in the model"
-        for name, value in expected.items()
-        if name in weights and weights[name].shape != value.shape
-    ]
     if problems:
         listed = "\n  ".join([*problems, *_hints(weights, expected)])
         raise UserError(

@@ -5,7 +5,8 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from mpp import config, pictures, report, run_folder, sources, wiring
+from mpp import checkpoint, config, pictures, report, run_folder, sources, wiring
+from mpp.background_push import BackgroundPush
 from mpp.config import RunConfig
 from mpp.console import Console
 from mpp.errors import UserError
 from mpp.files import read_json, read_json_list, write_text
-from mpp.job import Job, classify_source, measure_rows, run_loop
+from mpp.job import Job, classify_source, measure_rows, require_best, run_loop
 from mpp.metrics import accuracies, labelled
 from mpp.model import encoder_of
 from mpp.objectives import MaskedPatchPrediction
@@ -51,15 +53,49 @@ def pretrain(recipe: RunConfig, output: Path, console: Console, *, overwrite: bo
     objective = wiring.build_objective(recipe, encoder, classes, mean, std)
     wiring.warn(recipe, encoder, console)
     model = objective.build(encoder)
+    wiring.put_objective(recipe, model, console)
     probes = wiring.probes_of(recipe, mean, std, accelerator.num_processes)
-    job = Job(recipe, accelerator, console, output, objective, model, source, rows, held_out, classes, inputs, probes)
+    parts = (objective, model, source, rows, held_out, classes, inputs)
+    job = Job(recipe, accelerator, console, output, *parts, probes=probes)
+    require_best(job)
+    wiring.require_push(recipe, accelerator)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
-    figures = run_loop(job, "pre-training")
-    if accelerator.is_main_process:
-        pictures.draw_curves(output / "figures" / "curves.png", run_folder.read_records(output))
-        if held_out and isinstance(objective, MaskedPatchPrediction):
-            _draw_mosaic(job, output / "figures" / "mosaic.png")
-    return _summarize(job, recipe, "pretrain", figures, figures["seconds"])
+    with _pushing(recipe, output, accelerator, console) as push:
+        figures = run_loop(dataclasses.replace(job, push=push), "pre-training")
+        if accelerator.is_main_process:
+            pictures.draw_curves(output / "figures" / "curves.png", run_folder.read_records(output))
+            if held_out and isinstance(objective, MaskedPatchPrediction):
+                _draw_mosaic(job, output / "figures" / "mosaic.png")
+        best = _tell_best(job)
+        return _summarize(job, recipe, "pretrain", figures, figures["seconds"], best)
+
+
+@contextmanager
+def _pushing(
+    recipe: RunConfig, output: Path, accelerator: Accelerator, console: Console
+) -> Iterator[BackgroundPush | None]:
+    """Sends checkpoints to the Hub while a run lasts, and the last one at its end, if the recipe says so."""
+    chosen = recipe.runtime
+    if chosen.push_to_hub is None or not accelerator.is_main_process:
+        yield None
+        return
+    push = BackgroundPush(output, [chosen.push_to_hub, *(["--private"] if chosen.push_private else [])], console.say)
+    try:
+        yield push
+    except BaseException:
+        push.stop()
+        raise
+    push.finish()
+
+
+def _tell_best(job: Job) -> dict[str, Any] | None:
+    """The best checkpoint by the number that the recipe names, for the summary."""
+    metric = job.recipe.runtime.keep_best
+    found = checkpoint.best(job.folder / "checkpoints", metric) if metric else None
+    if found is None:
+        return None
+    job.console.say(f"best {found.metric} {found.value:.4g} at step {found.step}: {found.path}")
+    return {"metric": found.metric, "value": found.value, "step": found.step}
 
 
 def _begin(
@@ -106,13 +142,18 @@ class _Tuning:
         encoder, mean, std = wiring.initial_encoder(recipe, self.classes, console)
         objective = wiring.build_objective(recipe, encoder, self.classes, mean, std)
         parts = (self.accelerator, console, folder, objective, objective.build(encoder), self.source, rows)
-        return Job(recipe, *parts, held_out=None, classes=self.classes, inputs=self.inputs)
+        return Job(recipe, *parts, held_out=None, classes=self.classes, inputs=self.inputs, kind="finetune")
 
 
 def _open_tuning(
     recipe: RunConfig, output: Path, kind: str, console: Console, overwrite: bool
 ) -> tuple[_Tuning, dict[str, Any] | None]:
     wiring.require_supervised(recipe)
+    if recipe.runtime.keep_best:
+        raise UserError(
+            f"runtime.keep_best={recipe.runtime.keep_best}: a fine-tuning measures nothing before its end, and its "
+            "test split must not choose; leave it out"
+        )
     accelerator, source, inputs, finished = _begin(recipe, output, kind, console, overwrite)
     classes = wiring.classes_of(source, recipe)
     fit_rows, choice_rows = wiring.labelled_rows(recipe, source)
@@ -188,7 +229,23 @@ def finetune(
     final = tuning.job(tuning.rates[0], output, every_row, console)  # a bad init writes nothing
     known = wiring.require_disjoint(recipe, source, every_row, test, further)  # last, for it may read every image
     wiring.warn(recipe, encoder_of(final.model), console)
+    wiring.require_push(recipe, accelerator)
     run_folder.open_folder(output, recipe, accelerator, console, overwrite, classes)
+    with _pushing(recipe, output, accelerator, console):  # what is sent is what was tested
+        return _finetune(tuning, final, test, further, known, arm, data_set)
+
+
+def _finetune(
+    tuning: _Tuning,
+    final: Job,
+    test: sources.Source,
+    further: Mapping[str, wiring.FurtherTest],
+    known: int,
+    arm: str,
+    data_set: str,
+) -> list[dict[str, Any]]:
+    recipe, accelerator, source, classes = tuning.recipe, tuning.accelerator, tuning.source, tuning.classes
+    output, console, every_row = final.folder, final.console, np.asarray(final.rows)
     tried: dict[str, dict[str, Any]] = {}
     if len(tuning.rates) > 1:
         tried = _try_rates(tuning, output, console)
@@ -242,7 +299,14 @@ def finetune(
     return results
 
 
-def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, float], seconds: float) -> dict[str, Any]:
+def _summarize(
+    job: Job,
+    recipe: RunConfig,
+    kind: str,
+    figures: Mapping[str, float],
+    seconds: float,
+    best: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     found = wiring.count_cost(recipe, job.classes)
     return run_folder.write_summary(
         job.folder,
@@ -255,6 +319,7 @@ def _summarize(job: Job, recipe: RunConfig, kind: str, figures: Mapping[str, flo
         exaflops=wiring.exaflops(found, wiring.planned_images(recipe)),
         inputs=job.inputs,
         seconds=seconds,
+        best=best,
     )
 
 

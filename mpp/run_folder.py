@@ -27,7 +27,7 @@ from mpp.sources import Source
 PREDICTIONS = "predictions.npz"
 _FILES = (
     *("config.yaml", "classes.json", "metrics.jsonl", "broken.jsonl", "summary.json", "results.json", "report.md"),
-    *("report.html", PREDICTIONS),
+    *("report.html", PREDICTIONS, "push.log"),
 )
 _MEASURED = ("few_shot.json",)  # by others, of this run
 _FOLDERS = ("checkpoints", "figures", "inputs", "sweep", "tensorboard", "wandb")
@@ -214,6 +214,7 @@ def write_summary(
     exaflops: float,
     inputs: Mapping[str, str],
     seconds: float,
+    best: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Writes `summary.json`, by which a run counts as finished, and returns it."""
     summary = {
@@ -224,6 +225,7 @@ def write_summary(
         "train_images": train_images,
         "parameters": parameters,
         "exaflops": exaflops,
+        **({"best": dict(best)} if best else {}),
         "inputs": dict(inputs),
         "recipe_hash": config.recipe_hash(recipe),
         "seconds": round(seconds, 1),

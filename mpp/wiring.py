@@ -2,15 +2,16 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, broadcast_object_list
 from timm.models import VisionTransformer
 from torch import nn
 
@@ -25,11 +26,13 @@ from mpp import (
     files,
     imagenet,
     official,
+    references,
+    sharing,
     sources,
     tasks,
     tracking,
 )
-from mpp.config import RunConfig
+from mpp.config import ModelConfig, RunConfig
 from mpp.console import Console
 from mpp.encoders import PIXEL_MEAN, PIXEL_STD, Encoder, build_encoder, is_hybrid, patch_of, set_pixel_statistics
 from mpp.errors import UserError
@@ -77,6 +80,23 @@ def start_processes(recipe: RunConfig, console: Console, output: Path | None = N
         f"images in all, precision {recipe.runtime.precision} (runtime.precision decides{launcher})"
     )
     return accelerator
+
+
+T = TypeVar("T")
+
+
+def on_first(accelerator: Accelerator, action: Callable[[], T]) -> T:
+    """What an action of the first process gives, for all of them; a UserError of it is raised in all of them."""
+    told: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            told[0] = action()
+        except UserError as error:
+            told[1] = str(error)
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise UserError(told[1])
+    return told[0]
 
 
 def micro_batches(recipe: RunConfig, processes: int) -> int:
@@ -314,9 +334,11 @@ def open_held_out(recipe: RunConfig, source: sources.Source, console: Console) -
 
 def inputs_of(recipe: RunConfig, source: sources.Source) -> dict[str, str]:
     """Fingerprints of what a run reads, by which a later call sees that it has changed."""
-    init = "" if recipe.init == "scratch" else files.fingerprint(checkpoint.weights_file(recipe.init))
+    init = "" if recipe.init == "scratch" else files.fingerprint(references.weights_file(recipe.init))
     classes = source.classes if recipe.objective.name == "supervised" else None
-    return {"data.source": source.fingerprint, "classes": files.digest(classes), "init": init}
+    found = {"data.source": source.fingerprint, "classes": files.digest(classes), "init": init}
+    objective = _objective_of(recipe)
+    return found if objective is None else found | {"init, objective": files.fingerprint(objective)}
 
 
 def classes_of(source: sources.Source, recipe: RunConfig) -> list[str]:
@@ -383,14 +405,31 @@ def require_one_rate(recipe: RunConfig) -> None:
 
 def build(recipe: RunConfig, classes: list[str] | None) -> Encoder:
     """The encoder of a recipe; a linear head on the classes is a part of it."""
-    shape = dataclasses.asdict(recipe.model)
-    linear = shape.pop("head") == "linear"
-    shape.pop("position_resize")  # of weights that are put in
-    count = len(classes) if classes and linear else 0
-    return build_encoder(image_size=recipe.data.image_size, classes=count, **shape)
+    count = len(classes) if classes and recipe.model.head == "linear" else 0
+    return build_encoder(image_size=recipe.data.image_size, classes=count, **shape_of(recipe.model))
 
 
-def put_weights(recipe: RunConfig, encoder: Encoder, found: checkpoint.Weights) -> Loaded:
+def shape_of(model: ModelConfig) -> dict[str, Any]:
+    """What `build_encoder` takes of a model's section."""
+    shape = dataclasses.asdict(model)
+    del shape["head"], shape["position_resize"]  # of what stands on the encoder, and of weights that are put in
+    return shape
+
+
+def require_push(recipe: RunConfig, accelerator: Accelerator) -> None:
+    """Raises UserError where checkpoints are to be sent to the Hub and can't be; makes the repository."""
+    chosen = recipe.runtime
+    if chosen.push_to_hub is not None:
+        repository = sharing.parse(chosen.push_to_hub)
+        on_first(accelerator, lambda: sharing.require_write(repository, private=chosen.push_private))
+
+
+def description(recipe: RunConfig) -> dict[str, Any]:
+    """What a checkpoint says of its model, by which `mpp/conversion.py` builds it again."""
+    return {"model": dataclasses.asdict(recipe.model), "image_size": recipe.data.image_size}
+
+
+def put_weights(recipe: RunConfig, encoder: Encoder, found: references.Weights) -> Loaded:
     """Puts weights that were found into an encoder; raises UserError as `load_encoder`."""
     tensors = found.tensors
     if found.path.suffix == ".npz":
@@ -404,7 +443,7 @@ def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Conso
     encoder = build(recipe, classes)
     if recipe.init == "scratch":
         return encoder, PIXEL_MEAN, PIXEL_STD
-    found = checkpoint.find_weights(recipe.init)
+    found = references.find_weights(recipe.init, console.say_once)
     before = found.config.get("label_names")
     if classes and before and classes != before and sorted(classes) == sorted(before):
         first = next(number for number, name in enumerate(classes) if name != before[number])
@@ -423,8 +462,8 @@ def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Conso
     if loaded.dropped:
         here = f"; the new head has {len(classes)} classes" if classes else ""
         notes.append(f"dropped {', '.join(loaded.dropped)}{here}")
-    if (found.path.parent / "objective.safetensors").is_file():
-        notes.append("its objective.safetensors (prediction head, mask embedding) left out")
+    if found.path.with_name(references.OBJECTIVE).is_file() and _objective_of(recipe) is None:
+        notes.append(f"its {references.OBJECTIVE} (prediction head, mask embedding) left out")
     if loaded.resized:
         old, new = loaded.resized
         way = recipe.model.position_resize
@@ -434,6 +473,23 @@ def initial_encoder(recipe: RunConfig, classes: list[str] | None, console: Conso
             notes.append(f"position embeddings resized from {old} x {old} to {new} x {new} ({way})")
     console.say("; ".join(notes))
     return encoder, mean, std
+
+
+def _objective_of(recipe: RunConfig) -> Path | None:
+    """The file with the prediction head and the mask embedding that a masked patch prediction starts from, if any."""
+    if recipe.init == "scratch" or recipe.objective.name != "mpp":
+        return None
+    file = references.weights_file(recipe.init).with_name(references.OBJECTIVE)
+    wanted = {"target": recipe.objective.target}
+    return file if file.is_file() and wanted.items() <= checkpoint.read_note(file).items() else None
+
+
+def put_objective(recipe: RunConfig, model: nn.Module, console: Console) -> None:
+    """Puts in the prediction head and the mask embedding of `init`, where it was trained on the same target."""
+    file = _objective_of(recipe)
+    if file is not None:
+        checkpoint.load_objective(file.parent, model, encoder_of(model))
+        console.say(f"prediction head and mask embedding from {file}")
 
 
 def probes_of(recipe: RunConfig, mean: Pixels, std: Pixels, processes: int) -> Probes | None:
@@ -588,7 +644,7 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
     """
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     silent, first = Console(quiet=True), tunings[0]
-    weights: checkpoint.Weights | None = None
+    weights: references.Weights | None = None
     if pretraining is not None:
         require_one_rate(pretraining)
         micro_batches(pretraining, processes)
@@ -598,9 +654,9 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
         held_out = open_held_out(pretraining, source, silent)
         require_loss_for(pretraining, source, *([held_out[0]] if held_out else []))
         made = encoder_of(rehearse(pretraining, classes)[0])
-        weights = checkpoint.Weights(made.state_dict(), Path(first.init), {})
+        weights = references.Weights(made.state_dict(), Path(first.init), {})
     elif first.init != "scratch":
-        weights = checkpoint.find_weights(first.init)
+        weights = references.find_weights(first.init)
     require_supervised(first)
     micro_batches(first, processes)
     source = open_training(first, silent)

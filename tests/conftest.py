@@ -111,3 +111,49 @@ def command(*arguments, processes=1, cwd=None, env=None):
         text=True,
         timeout=240,
     )
+
+
+@pytest.fixture
+def made(tmp_path):
+    """A model after one step, its optimiser, and a function that writes a checkpoint of it."""
+    import torch
+
+    from mpp import checkpoint
+    from mpp.encoders import build_encoder
+    from mpp.model import MaskedPatchModel
+    from mpp.optim import build_optimizer
+
+    torch.manual_seed(0)
+    encoder = build_encoder("vit_tiny_patch16_224", image_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2)
+    model = MaskedPatchModel(encoder, 8)
+    optimizer = build_optimizer(model.named_parameters(), name="adamw", weight_decay=0.1, betas=(0.9, 0.9), momentum=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.01
+    optimizer.step()
+
+    def write(step, keep=2, folder=tmp_path / "checkpoints", measured=None, every=0, best=None):
+        return checkpoint.write(
+            folder,
+            step,
+            model=model,
+            encoder=encoder,
+            trained=None,
+            objective_note={"target": "mean_color"},
+            optimizer=optimizer,
+            names={value: name for name, value in model.named_parameters()},
+            meta={"note": 1.5},
+            measured=measured or {},
+            classes=None,
+            description={"model": {"name": "vit_tiny_patch16_224"}},
+            retention=checkpoint.Retention(keep, every, best),
+        )
+
+    return model, optimizer, write
+
+
+def flip(file):
+    """Another value of the last byte, as a bad disk makes it."""
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)

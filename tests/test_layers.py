@@ -12,27 +12,28 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module imports only from floors strictly below its own. Doors are imported by nothing.
 FLOORS = [
-    {"mpp.errors"},
+    {"mpp.errors", "mpp.credentials"},
     {"mpp.files"},
     {
         *("mpp.config", "mpp.draws", "mpp.patches", "mpp.metrics", "mpp.console", "mpp.decoding", "mpp.disk_cache"),
         *("mpp.positions", "mpp.official", "mpp.probe", "mpp.report", "mpp.tasks", "mpp.imagenet", "mpp.tracking"),
+        *("mpp.sharing", "mpp.background_push"),
     },
     {
         *("mpp.corruption", "mpp.targets", "mpp.order", "mpp.shards", "mpp.optim", "mpp.checkpoint"),
         *("mpp.augmentation", "mpp.mixing", "mpp.encoders", "mpp.intervals"),
     },
-    {"mpp.sources", "mpp.model", "mpp.pictures", "mpp.comparison"},
+    {"mpp.sources", "mpp.model", "mpp.pictures", "mpp.comparison", "mpp.references", "mpp.export"},
     {"mpp.data"},
     {"mpp.objectives", "mpp.features", "mpp.contents"},
     {"mpp.train", "mpp.cost", "mpp.frozen"},
-    {"mpp.wiring", "mpp.run_folder"},
-    {"mpp.job", "mpp.evaluation", "mpp.comparison_folder"},
+    {"mpp.wiring", "mpp.run_folder", "mpp.model_card"},
+    {"mpp.job", "mpp.evaluation", "mpp.comparison_folder", "mpp.publishing", "mpp.conversion"},
     {"mpp.run", "mpp.command_line", "mpp.comparison_report"},
 ]
 DOORS = {
     *("mpp.pretrain", "mpp.check", "eval.finetune", "eval.compare", "eval.scaling", "eval.few_shot"),
-    "eval.linear_probe",
+    *("eval.linear_probe", "mpp.hub"),
 }
 KNOW_THE_CONFIG = {*FLOORS[-1], *FLOORS[-2], *FLOORS[-3], *DOORS}  # the wiring and the entry points
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
@@ -83,7 +84,8 @@ def test_imports_go_down(module):
 
 
 def dependencies():
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["export"]]
     names = {re.match(r"[A-Za-z0-9_-]+", line).group().lower() for line in declared}
     renamed = {
         "pyyaml": "yaml",

@@ -1,10 +1,12 @@
 """Real processes: two against one, kills and signals, and what was actually read."""
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +14,14 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT, command, noise_photos
 from safetensors.torch import load_file
 
-from mpp import config, wiring
+from mpp import checkpoint, config, run, wiring
 from mpp.console import Console
 
 PRETRAIN = ROOT / "mpp" / "pretrain.py"
@@ -191,34 +194,102 @@ def wait_for_steps(output, steps):
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("number", "processes"), [(signal.SIGKILL, 1), (signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)]
-)
-def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, processes):
+def figures(output):
+    """What metrics.jsonl says but for times."""
+    leave_out = ("seconds", "images_per_second")
+    return [
+        {key: value for key, value in record.items() if key not in leave_out}
+        for record in lines(output / "metrics.jsonl")
+    ]
+
+
+def run_to_its_end(path, output, processes):
+    if processes == 1:  # without the time of a start
+        run.pretrain(config.load_run(str(path))[0], output, Console())
+        return
+    done = command(PRETRAIN, "--recipe", path, "--output", output, processes=processes)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, capsys):
     path = tiny(
         model__dropout=0.1, optim__steps=120, runtime__save_every=6, runtime__log_every=2, runtime__workers=1,
-        runtime__micro_batch=4,
+        runtime__micro_batch=4, optim__average=0.9,
     )  # fmt: skip
-    straight = command(PRETRAIN, "--recipe", path, "--output", tmp_path / "straight", processes=processes)
-    assert straight.returncode == 0, straight.stderr
-    process = start(path, tmp_path / "broken", processes)
+    run_to_its_end(path, tmp_path / "straight", 1)
+    process = start(path, tmp_path / "broken")
     wait_for_steps(tmp_path / "broken", 5)
     os.killpg(process.pid, number)  # to the loader's workers too, as a terminal and most schedulers do
     _, errors = process.communicate(timeout=60)
     assert not (tmp_path / "broken" / "summary.json").exists(), "the run was over before it was stopped"
-    if number != signal.SIGKILL:
-        assert "the same command continues" in errors
-        assert processes > 1 or (process.returncode == 130 and "Traceback" not in errors)  # torchrun adds its own
-    again = command(PRETRAIN, "--recipe", path, "--output", tmp_path / "broken", processes=processes)
-    assert again.returncode == 0 and "continues from step" in again.stdout
+    assert "stopping: the step is finished and saved first" in errors
+    assert "the same command continues" in errors
+    assert process.returncode == 130 and "Traceback" not in errors
+    run_to_its_end(path, tmp_path / "broken", 1)
+    assert "continues from step" in capsys.readouterr().out
     one, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "broken")
     assert all(torch.equal(one[name], other[name]) for name in one)
-    steps = [record["step"] for record in lines(tmp_path / "broken" / "metrics.jsonl")]
-    assert steps == list(range(2, 121, 2))
-    losses = [
-        [record["loss"] for record in lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "broken")
-    ]
-    assert losses[0] == losses[1]
+    assert figures(tmp_path / "straight") == figures(tmp_path / "broken")
+    assert len(figures(tmp_path / "broken")) == 60
+
+
+def test_two_processes_that_are_killed_and_stopped_are_continued_by_two_and_by_one(tiny, tmp_path):
+    path = tiny(
+        model__dropout=0.1, optim__steps=120, runtime__save_every=2, runtime__log_every=2, runtime__workers=1,
+        runtime__micro_batch=4, runtime__log_inputs=True, data__source="synthetic:21",
+    )  # fmt: skip
+    run_to_its_end(path, tmp_path / "straight", 2)
+    process = start(path, tmp_path / "two", 2)
+    wait_for_steps(tmp_path / "two", 6)
+    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+        each.kill()
+    process.communicate(timeout=60)
+    process = start(path, tmp_path / "two", 2)
+    wait_for_steps(tmp_path / "two", 20)
+    os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on
+    _, errors = process.communicate(timeout=60)
+    assert "the same command continues" in errors
+    assert not (tmp_path / "two" / "summary.json").exists(), "the run was over before it was stopped"
+    shutil.copytree(tmp_path / "two", tmp_path / "one")
+    run_to_its_end(path, tmp_path / "two", 2)
+    assert figures(tmp_path / "straight") == figures(tmp_path / "two")
+    first, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "two")
+    assert all(torch.equal(first[name], other[name]) for name in first)
+    stopped = checkpoint.complete(tmp_path / "one" / "checkpoints")[-1][0]
+    for file in (tmp_path / "one" / "inputs").iterdir():  # what each of the two had read until then
+        kept = [
+            line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= stopped
+        ]
+        file.with_suffix(".before.jsonl").write_text("\n".join(kept) + "\n")
+    run_to_its_end(path, tmp_path / "one", 1)
+    straight, one = read(tmp_path / "straight"), read(tmp_path / "one")
+    assert len(one) == 120 and all(len(samples) == 8 for samples in one.values())
+    assert {step: one[step] for step in range(stopped + 1, 121)} == {
+        step: straight[step] for step in range(stopped + 1, 121)
+    }
+    losses = [[record["loss"] for record in figures(tmp_path / name)] for name in ("straight", "one")]
+    assert np.abs(np.subtract(*losses)).max() < 0.01  # the masks of dropout differ between one process and two
+
+
+def test_twenty_kills_change_nothing(tiny, tmp_path):
+    path = tiny(
+        model__dropout=0.1, optim__steps=400, runtime__save_every=5, runtime__log_every=5, optim__average=0.9
+    )  # fmt: skip
+    run_to_its_end(path, tmp_path / "straight", 1)
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "kills.py", path, tmp_path / "killed", "20", "0"],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kills = json.loads(done.stdout)
+    assert kills["random"] == kills["saving"] == 10 and kills["left_a_draft"] >= 5
+    assert figures(tmp_path / "straight") == figures(tmp_path / "killed")
+    folders = [checkpoint.complete(tmp_path / name / "checkpoints")[-1][1] for name in ("straight", "killed")]
+    for file in ("model", "objective", "state/trained", "state/optimizer"):
+        first, other = ((folder / f"{file}.safetensors").read_bytes() for folder in folders)
+        assert hashlib.sha256(first).digest() == hashlib.sha256(other).digest(), file
+    assert [path.name for path in folders[1].parent.iterdir() if path.name.startswith(".")] == []
 
 
 def test_two_processes_replace_and_count_broken_images_as_one_does(tiny, tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from timm.data.auto_augment import rand_augment_transform
 
-from mpp import checkpoint, command_line, config, run_folder, tasks, wiring
+from mpp import command_line, config, references, run_folder, tasks, wiring
 from mpp.comparison_folder import Comparison
 from mpp.config import DataConfig, ModelConfig, ObjectiveConfig, OptimConfig
 from mpp.model import encoder_of
@@ -185,7 +185,7 @@ def test_a_pre_training_fits_the_fine_tuning_that_it_names(name, tmp_path):
     _, tuning, model = run_folder.newest_pretraining(tmp_path, [f"init={tmp_path}"])
     recipe, _ = config.load_run(tuning, model)
     pretrained = wiring.rehearse(before, TWO_CLASSES if before.objective.name == "supervised" else None)[0]
-    weights = checkpoint.Weights(encoder_of(pretrained).state_dict(), tmp_path, {})
+    weights = references.Weights(encoder_of(pretrained).state_dict(), tmp_path, {})
     wiring.put_weights(recipe, encoder_of(wiring.rehearse(recipe, TWO_CLASSES)[0]), weights)
 
 
@@ -515,7 +515,7 @@ def test_the_arms_of_a_comparison_fit_its_fine_tunings(name, tmp_path):
             continue
         classes = TWO_CLASSES if arm.pretraining.objective.name == "supervised" else None
         made = encoder_of(wiring.rehearse(arm.pretraining, classes)[0])
-        weights = checkpoint.Weights(made.state_dict(), tmp_path, {})
+        weights = references.Weights(made.state_dict(), tmp_path, {})
         for tuning in tunings.values():
             wiring.put_weights(tuning, encoder_of(wiring.rehearse(tuning, TWO_CLASSES)[0]), weights)
 

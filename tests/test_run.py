@@ -75,7 +75,7 @@ def test_a_run_leaves_what_the_interface_says(tiny, tmp_path):
     assert files == {
         "config.yaml", "metrics.jsonl", "summary.json", "figures/curves.png", "figures/mosaic.png",
         f"{step}/config.json", f"{step}/model.safetensors", f"{step}/objective.safetensors",
-        f"{step}/state/optimizer.safetensors", f"{step}/state/meta.json",
+        f"{step}/state/optimizer.safetensors", f"{step}/state/meta.json", f"{step}/SHA256SUMS",
     }  # fmt: skip
     assert (
         config.load_run(str(tmp_path / "run" / "config.yaml"))[0]

@@ -15,7 +15,7 @@ from conftest import noise_photos
 from PIL import Image, ImageOps
 from timm.data import ImageNetInfo
 
-from mpp import checkpoint, config, data, imagenet, run, run_folder, sources, tasks, wiring
+from mpp import config, data, imagenet, references, run, run_folder, sources, tasks, wiring
 from mpp.console import Console
 from mpp.errors import UserError
 
@@ -200,7 +200,7 @@ def test_official_weights_are_an_init(tmp_path, capsys):
     np.savez(tmp_path / "official.npz", **arrays)
     run.pretrain(recipe, tmp_path / "run", Console())
     assert "dropped head.weight, head.bias; the new head has 10 classes" in capsys.readouterr().out
-    found = checkpoint.find_weights(str(tmp_path / "run")).tensors
+    found = references.find_weights(str(tmp_path / "run")).tensors
     for name, value in state.items():
         np.testing.assert_allclose(found[name].numpy(), value, atol=1e-7)
 
