@@ -1,400 +1,613 @@
-# NOTE (to be removed): to the helper with the task /tmp/plan/hub.md. Your mpp/sharing.py stands and works with
-# mpp/publishing.py. But this file was written over your first version of tests/hub_server.py by accident. Please go on
-# with this one, extended in place as you need, or write yours again; in either case keep what others use by now:
-# HubServer as a context manager; url, put(name, files, branch=), files(name, revision=), commits(name),
-# count(method, path), fail(method, path, status=, times=, headers=, message=), requests, WRITER/READER/STRANGER,
-# environment(token, home) and patch(monkeypatch, home, token). Then tests/test_sharing.py. Remove this note.
-"""A stand-in for the Hugging Face Hub on this machine, for the unmodified client of huggingface_hub.
-
-It speaks the part of the Hub's HTTP interface that publishing and fetching a model need, keeps everything in memory,
-and can be told to fail. Xet storage is not stood in for; `environment` switches it off by its official setting.
+"""A local stand-in of the Hugging Face Hub, which the unmodified client talks to.
 
     with HubServer() as hub:
-        hub.patch(monkeypatch, token=hub.WRITER)        # the client in this process
-        command(..., env=hub.environment(hub.WRITER, tmp_path))  # the client in another
+        hub.put("lab/model", {"config.json": b"{}"})
         hub.fail("PUT", "/lfs/", status=503, times=2)
-        hub.files("anna/vit")["README.md"]
+        command(..., env=hub.environment(hub.WRITER))  # a child process
+        hub.patch(monkeypatch, token=hub.WRITER)  # or this process
+        hub.files("lab/model"), hub.commits("lab/model"), hub.requests
+
+It follows what the client sends and needs (huggingface_hub 1.5 to 2.4): who the caller is, creating repositories and
+branches, the LFS protocol with one part or several, commits, listings, and downloads with redirects and ranges. Large
+files lie on a second server with an origin of its own, as on the Hub, to which no access token may be sent. Xet, whose
+client is compiled and speaks with servers of its own, is switched off by its official setting, HF_HUB_DISABLE_XET=1.
+
+The user `anna` may write in her own namespace and in the organisation `lab`, and only read in `museum`. Her access
+tokens are WRITER, READER (which may only read) and FINE (fine-grained: it may write in `anna`, nowhere else); STRANGER
+is unknown to the Hub.
 """
 
 import base64
 import hashlib
 import json
-import re
+import shutil
+import tempfile
 import threading
-import urllib.parse
+import time
+import types
+from collections import deque
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import quote, unquote, urlsplit
 
-DROP = 0  # the status of a fault that closes the connection instead of answering
-_LARGE = 10_000  # bytes from which a file is large here, so that tests need not be slow
-_PART = 100_000  # bytes of a part, for what is larger
+USER = "anna"
+RIGHTS = {"anna": "admin", "lab": "write", "museum": "read"}
+SIGNATURE = "X-Amz-Signature=5ecret"  # of addresses of the storage, which open it to whoever knows them
 
 
 @dataclass
-class Repository:
-    private: bool
-    commits: list[dict] = field(default_factory=list)  # oid, title, files: name -> content
-    branches: dict[str, str] = field(default_factory=dict)
+class Request:
+    """What was asked; `body` without the content of large files."""
 
-    def commit(self, branch, files, title):
-        number = (
-            f"{len(self.commits)}{title}{branch}{sorted((n, hashlib.sha1(c).hexdigest()) for n, c in files.items())}"
-        )
-        oid = hashlib.sha1(number.encode()).hexdigest()
-        self.commits.append({"oid": oid, "title": title, "files": files})
-        self.branches[branch] = oid
-        return oid
-
-    def find(self, revision):
-        oid = self.branches.get(revision, revision)
-        return next((commit for commit in self.commits if commit["oid"] == oid), None)
+    method: str
+    path: str
+    authorization: str | None
+    range: str | None
+    body: bytes = b""
 
 
 @dataclass
 class Fault:
     method: str
-    path: str
-    status: int
+    part: str
     times: int
-    headers: dict
+    skip: int
+    status: int | None = None
+    headers: dict | None = None
+    message: str | None = None
+    drop: int | None = None
+    lose: bool = False
+    wait: float = 0.0
+
+
+@dataclass
+class Commit:
+    oid: str
+    parent: str | None
     message: str
+    files: dict
+
+
+@dataclass
+class Repository:
+    private: bool
+    gated: bool
+    known: dict = field(default_factory=dict)  # commits by their id
+    branches: dict = field(default_factory=dict)  # id of the last commit by the branch's name
+
+
+class Refused(Exception):
+    """An answer that is an error."""
+
+    def __init__(self, status, message, code=None, **more):
+        self.status, self.message, self.code, self.more = status, message, code, more
 
 
 class HubServer:
-    """The server in a thread of its own; a context manager."""
+    """Serves until the end of a `with` block; all state is in memory.
 
-    WRITER, READER, STRANGER = "hf_writerwriterwriter", "hf_readerreaderreader", "hf_strangerstranger"
-    USER, READ_ONLY = "anna", "museum"  # an organisation in which anna may only read
+    Args:
+        part_bytes: size of the parts in which large files have to be sent; None for one part whatever the size.
+    """
 
-    def __init__(self):
-        self.repositories, self.large, self.parts = {}, {}, {}
-        self.faults, self.requests = [], []
+    WRITER, READER, FINE, STRANGER = (f"hf_{name}{'0' * 30}" for name in ("writer", "reader", "fine", "stranger"))
+    TOKENS = (WRITER, READER, FINE, STRANGER)
+    ROLES = {WRITER: "write", READER: "read", FINE: "fineGrained"}  # noqa: RUF012
+
+    def __init__(self, part_bytes=None):
+        self.part_bytes = part_bytes
+        self.repositories, self.objects, self.parts = {}, {}, {}
+        self.requests, self.faults = [], []
         self.lock = threading.RLock()
-        hub = self
-
-        class Handler(_Handler):
-            server_hub = hub
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.ended = threading.Event()
+        self.folder = Path(tempfile.mkdtemp(prefix="mpp_hub_"))
+        self.patched = False
+        self.servers = [_server(self, handler) for handler in (_Hub, _Storage)]
+        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
 
     def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        for server in self.servers:
+            threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
-        self.server.shutdown()
-        self.server.server_close()
+        self.ended.set()
+        if self.patched:
+            import huggingface_hub
 
-    def fail(self, method, path, *, status, times=1, headers=None, message="made to fail"):
-        """The next requests of a method whose path holds some text get another answer."""
-        self.faults.append(Fault(method, path, status, times, headers or {}, message))
+            huggingface_hub.close_session()
+        for server in self.servers:
+            server.shutdown()
+            server.server_close()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
-    def put(self, name, files, branch="main", title="put there by a test", private=False):
-        """A commit that did not come through the interface; files of earlier ones stay."""
+    # What tests set up
+
+    def put(self, name, files, branch="main", *, message="put there by a test", private=False, gated=False):
+        """Adds files to a repository, whatever their names, and makes it where there is none; the commit's id."""
         with self.lock:
-            repository = self.repositories.setdefault(name, Repository(private))
-            before = repository.find(branch)
-            return repository.commit(branch, {**(before["files"] if before else {}), **files}, title)
+            repository = self.repositories.get(name) or self.create(name, private, gated)
+            repository.branches.setdefault(branch, repository.branches["main"])
+            return self.commit(repository, branch, message, {**self.head(repository, branch).files, **files})
 
-    def files(self, name, revision="main"):
-        return self.repositories[name].find(revision)["files"]
+    def fail(self, method, part, *, times=1, skip=0, **fault):
+        """Faults of the next requests of a method whose path holds `part`; those that are set first come first.
 
-    def commits(self, name):
-        return [commit["title"] for commit in self.repositories[name].commits]
+        Args:
+            times: requests that fail.
+            skip: requests that pass before.
+            status, headers, message: an answer in place of the true one.
+            drop: bytes after which the connection breaks, of what is sent (PUT, POST) or of the answer (GET).
+            lose: do what is asked, and break the connection instead of an answer.
+            wait: seconds before the true answer.
+        """
+        self.faults.append(Fault(method, part, times, skip, **fault))
 
-    def count(self, method, path):
-        return sum(one["method"] == method and path in one["path"] for one in self.requests)
+    def environment(self, token=None, home=None):
+        """Variables for a child process that talks to this server.
 
-    def environment(self, token, home):
-        """Variables for another process; without a token where it is None."""
+        Args:
+            token: None for none.
+            home: the folder in which the client keeps all that it keeps; a fresh one by default.
+        """
+        home = home or Path(tempfile.mkdtemp(dir=self.folder))
         return {
             "HF_ENDPOINT": self.url,
+            "HF_TOKEN": token or "",
+            "HUGGING_FACE_HUB_TOKEN": "",
             "HF_HOME": str(home),
             "HF_HUB_CACHE": str(home / "hub"),
-            "HF_TOKEN": token or "",
-            "HF_HUB_OFFLINE": "0",
+            "HF_ASSETS_CACHE": str(home / "assets"),
+            "HF_TOKEN_PATH": str(home / "token"),
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_OFFLINE": "0",
+            "TRANSFORMERS_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
         }
 
-    def patch(self, monkeypatch, home, token):
-        """Points the client of this process, which has read its settings already, to this server."""
-        import importlib
-        import pkgutil
+    def patch(self, monkeypatch, home=None, token=None):
+        """The same for this process, whose client has read its environment already; it then waits for nothing.
 
+        Returns:
+            The folder in which the client keeps all that it keeps.
+        """
         import huggingface_hub
-        from huggingface_hub import constants
+        from huggingface_hub import constants, file_download, hf_api
+        from huggingface_hub.utils import _http
 
-        constants_now = {
+        environment = self.environment(token, home)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        home = Path(environment["HF_HOME"])
+        values = {
             "ENDPOINT": self.url,
-            "HF_HUB_OFFLINE": False,
-            "HF_HUB_CACHE": str(home / "hub"),
+            "HUGGINGFACE_CO_URL_TEMPLATE": self.url + "/{repo_id}/resolve/{revision}/{filename}",
             "HF_HOME": str(home),
+            "HF_HUB_CACHE": str(home / "hub"),
+            "HUGGINGFACE_HUB_CACHE": str(home / "hub"),
+            "HF_ASSETS_CACHE": str(home / "assets"),
             "HF_TOKEN_PATH": str(home / "token"),
+            "HF_STORED_TOKENS_PATH": str(home / "stored_tokens"),
+            "HF_HUB_OFFLINE": False,
             "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_DISABLE_TELEMETRY": True,
         }
-        for name, value in constants_now.items():
+        for name, value in values.items():
             monkeypatch.setattr(constants, name, value)
-        for module in pkgutil.iter_modules(huggingface_hub.__path__, "huggingface_hub."):
-            if module.name in ("huggingface_hub.hf_api", "huggingface_hub.file_download"):
-                loaded = importlib.import_module(module.name)
-                for name, value in constants_now.items():
-                    if hasattr(loaded, name):
-                        monkeypatch.setattr(loaded, name, value)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", self.url)
-        if token is None:
-            monkeypatch.delenv("HF_TOKEN", raising=False)
-        else:
-            monkeypatch.setenv("HF_TOKEN", token)
+        monkeypatch.setattr(hf_api.api, "endpoint", self.url)
+        impatient = types.SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
+        for module in (_http, file_download):
+            monkeypatch.setattr(module, "time", impatient)
+        huggingface_hub.close_session()  # its connections, and what it knows of proxies
+        self.patched = True
+        return home
+
+    # What tests look at
+
+    def files(self, name, revision="main"):
+        """Content of every file of a branch or a commit, by name, but for the .gitattributes that the Hub makes."""
+        found = self.head(self.repositories[name], revision).files
+        return {file: content for file, content in found.items() if file != ".gitattributes"}
+
+    def commits(self, name, branch="main"):
+        """Messages of a branch's commits, oldest first, without the Hub's own."""
+        repository, messages = self.repositories[name], deque()
+        oid = repository.branches[branch]
+        while repository.known[oid].parent:
+            messages.appendleft(repository.known[oid].message)
+            oid = repository.known[oid].parent
+        return list(messages)
+
+    def branches(self, name):
+        return set(self.repositories[name].branches)
+
+    def count(self, method, part):
+        """How many requests of a method had a path that holds `part`."""
+        return sum(request.method == method and part in request.path for request in self.requests)
+
+    # What the servers do
+
+    def create(self, name, private, gated=False):
+        made = self.repositories[name] = Repository(private, gated)
+        self.commit(made, "main", "initial commit", {".gitattributes": b"*.safetensors filter=lfs\n"})
+        return made
+
+    def commit(self, repository, branch, message, files):
+        parent = repository.branches.get(branch)
+        oid = hashlib.sha1(f"{parent} {message} {time.time_ns()} {len(repository.known)}".encode()).hexdigest()
+        repository.known[oid] = Commit(oid, parent, message, dict(files))
+        repository.branches[branch] = oid
+        return oid
+
+    def head(self, repository, revision):
+        found = repository.known.get(repository.branches.get(revision, revision))
+        if found is None:
+            raise Refused(404, f"Invalid rev id: {revision}", "RevisionNotFound")
+        return found
+
+    def fault(self, method, path):
+        with self.lock:
+            for fault in self.faults:
+                if fault.times and fault.method == method and fault.part in path:
+                    if fault.skip:
+                        fault.skip -= 1
+                        return None
+                    fault.times -= 1
+                    return fault
+        return None
+
+
+def is_large(name, size):
+    """What the Hub keeps beside git: what .gitattributes names, and all that is large."""
+    return name.endswith((".safetensors", ".bin")) or size > 10_000_000
+
+
+def git_oid(content):
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def _server(hub, handler):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.hub = hub
+    server.handle_error = lambda *_: None  # connections that a test broke
+    return server
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
 
     def log_message(self, *_):
         pass
 
     def do_GET(self):
-        self.handle_request()
+        self.serve()
 
-    do_HEAD = do_POST = do_PUT = do_GET
+    do_HEAD = do_POST = do_PUT = do_DELETE = do_GET
 
-    def handle_request(self):
-        hub = self.server_hub
-        url = urllib.parse.urlsplit(self.path)
-        self.route = urllib.parse.unquote(url.path)
-        token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        hub.requests.append({"method": self.command, "path": self.route, "token": token})
-        fault = next((f for f in hub.faults if f.method == self.command and f.path in self.route and f.times), None)
-        if fault is not None:
-            fault.times -= 1
-            if fault.status == DROP:
-                return self.drop()
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) if not self.chunked() else self.chunks()
-        if fault is not None:
-            code = {404: "RevisionNotFound"} if "revision" in fault.message else {}
-            headers = {**fault.headers, "X-Error-Message": fault.message}
-            headers |= {"X-Error-Code": code[fault.status]} if fault.status in code else {}
-            return self.answer(fault.status, {"error": fault.message}, headers)
-        with hub.lock:
-            return self.dispatch(token, body)
+    def serve(self):
+        self.hub = self.server.hub
+        self.route = unquote(urlsplit(self.path).path)
+        request = Request(self.command, self.path, self.headers["Authorization"], self.headers["Range"])
+        with self.hub.lock:
+            self.hub.requests.append(request)
+        fault = self.hub.fault(self.command, self.path) or Fault("", "", 0, 0)
+        if fault.wait:
+            self.hub.ended.wait(fault.wait)
+        if fault.drop is not None and self.command in ("PUT", "POST"):
+            self.rfile.read1(fault.drop)
+            return self.cut()
+        self.content = self.read_body()
+        request.body = self.content if len(self.content) < 100_000 else b""
+        self.limit = fault.drop
+        try:
+            if fault.status:
+                return self.answer(fault.status, *_broken(fault))
+            status, body, headers = self.respond()
+        except Refused as refused:
+            headers = {"X-Error-Message": refused.message}
+            if refused.code:
+                headers["X-Error-Code"] = refused.code
+            status, body = refused.status, {"error": refused.message, **refused.more}
+        if fault.lose:
+            return self.cut()
+        self.answer(status, body, headers)
 
-    def drop(self):
-        """Reads or sends a part, then closes the connection."""
-        if self.command in ("POST", "PUT"):
-            self.rfile.read(min(1000, int(self.headers.get("Content-Length") or 1)))
-        else:
-            self.send_response(200)
-            self.send_header("Content-Length", "1000000")
-            self.end_headers()
-            self.wfile.write(b"x" * 100)
-        self.close_connection = True
-        self.connection.close()
-
-    def chunked(self):
-        return "chunked" in (self.headers.get("Transfer-Encoding") or "")
-
-    def chunks(self):
-        content = b""
-        while size := int(self.rfile.readline().strip(), 16):
-            content += self.rfile.read(size)
+    def read_body(self):
+        if self.headers["Transfer-Encoding"] == "chunked":
+            pieces = []
+            while size := int(self.rfile.readline(), 16):
+                pieces.append(self.rfile.read(size))
+                self.rfile.readline()
             self.rfile.readline()
-        self.rfile.readline()
-        return content
+            return b"".join(pieces)
+        return self.rfile.read(int(self.headers["Content-Length"] or 0))
 
-    def answer(self, status, content=None, headers=None):
-        body = content if isinstance(content, bytes) else json.dumps(content if content is not None else {}).encode()
+    def answer(self, status, body, headers):
+        if not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+            headers = {"Content-Type": "application/json", **headers}
         self.send_response(status)
-        for key, value in (headers or {}).items():
-            self.send_header(key, str(value))
-        if "Content-Length" not in (headers or {}):
-            self.send_header("Content-Length", str(len(body)))
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body)
+            self.wfile.write(body if self.limit is None else body[: self.limit])
+        if self.limit is not None:
+            self.cut()
 
-    def refuse(self, status, code, message):
-        self.answer(status, {"error": message}, {"X-Error-Code": code, "X-Error-Message": message})
+    def cut(self):
+        self.wfile.flush()
+        self.close_connection = True
 
-    def role(self, token):
-        return {self.server_hub.WRITER: "write", self.server_hub.READER: "read"}.get(token)
+    def piece(self, content, headers):
+        """A whole file, or the part of it that is asked for."""
+        first, _, last = (self.headers["Range"] or "").removeprefix("bytes=").partition("-")
+        headers = {"Accept-Ranges": "bytes", **headers}
+        if not first or int(first) >= len(content):
+            return 200, content, headers
+        part = content[int(first) : int(last) + 1 if last else None]
+        place = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+        return 206, part, {**headers, "Content-Range": place}
 
-    def may_write(self, token, name):
-        return self.role(token) == "write" and name.split("/")[0] == self.server_hub.USER
 
-    def dispatch(self, token, body):
-        hub, route = self.server_hub, self.route
-        if token and self.role(token) is None:
-            return self.refuse(401, "", "Invalid credentials in Authorization header")
-        if route == "/api/whoami-v2":
-            if not token:
-                return self.refuse(401, "", "no token")
-            organisation = {"name": hub.READ_ONLY, "type": "org", "roleInOrg": "read"}
-            access = {"accessToken": {"displayName": "test", "role": self.role(token)}}
-            return self.answer(200, {"type": "user", "name": hub.USER, "orgs": [organisation], "auth": access})
-        if route == "/api/validate-yaml":
-            return self.answer(200, {"errors": [], "warnings": []})
-        if route == "/api/repos/create":
-            return self.create(token, json.loads(body))
-        if route.startswith("/lfs/"):
-            return self.store(body)
-        for pattern, action in (
-            (r"/api/models/([^/]+/[^/]+)/auth-check(/write)?", self.check),
-            (r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self.preupload),
-            (r"/api/models/([^/]+/[^/]+)/commit/(.+)", self.commit),
-            (r"/api/models/([^/]+/[^/]+)/branch/(.+)", self.branch),
-            (r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", self.tree),
-            (r"/api/models/([^/]+/[^/]+?)(?:/revision/(.+))?", self.info),
-            (r"/([^/]+/[^/]+)\.git/info/lfs/objects/(batch|verify)", self.lfs),
-            (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.resolve),
-        ):
-            found = re.fullmatch(pattern, route)
-            if found:
-                name = found[1]
-                repository = hub.repositories.get(name)
-                if repository is None or (repository.private and self.role(token) is None):
-                    return self.refuse(404 if token else 401, "RepoNotFound", "Repository not found")
-                return action(token, body, name, repository, *found.groups()[1:])
-        return self.refuse(404, "", f"no such route: {self.command} {route}")
+def _broken(fault):
+    """Body and headers of an answer in place of the true one; a server's own faults are no JSON, as a proxy's."""
+    if fault.message is None and fault.status >= 500:
+        return b"<html>Service Unavailable</html>", {"Content-Type": "text/html", **(fault.headers or {})}
+    return {"error": fault.message or "a fault that a test set"}, fault.headers or {}
 
-    def create(self, token, wanted):
-        hub = self.server_hub
-        name = f"{wanted.get('organization') or hub.USER}/{wanted['name']}"
-        if not self.may_write(token, name):
-            return self.refuse(403 if token else 401, "", "You don't have the rights to create a model there")
-        if name in hub.repositories:
-            return self.answer(409, {"error": "You already created this model repo", "url": f"{hub.url}/{name}"})
-        repository = hub.repositories[name] = Repository(bool(wanted.get("private")))
-        repository.commit("main", {".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
-        return self.answer(200, {"url": f"{hub.url}/{name}", "name": name})
 
-    def check(self, token, _, name, repository, write):
-        if write and not self.may_write(token, name):
-            return self.refuse(403, "", "You have no write access to this repo")
-        return self.answer(200)
+class _Storage(_Handler):
+    """Where large files lie: addresses are signed, and nobody is asked who they are."""
 
-    def preupload(self, token, body, name, repository, revision):
-        if not self.may_write(token, name):
-            return self.refuse(403, "", "You have no write access to this repo")
-        if repository.find(revision) is None:
-            return self.refuse(404, "RevisionNotFound", "Invalid rev id")
-        files = [
-            {
-                "path": file["path"],
-                "uploadMode": "lfs" if file["size"] > _LARGE or file["path"].endswith(".safetensors") else "regular",
-                "shouldIgnore": False,
-            }
-            for file in json.loads(body)["files"]
+    def respond(self):
+        oid, _, part = self.route.removeprefix("/lfs/").partition("/")
+        if SIGNATURE not in self.path:
+            raise Refused(403, "AccessDenied")
+        if self.command == "PUT":
+            if part:
+                with self.hub.lock:
+                    self.hub.parts[oid, int(part)] = self.content
+                return 200, b"", {"ETag": f'"{hashlib.md5(self.content).hexdigest()}"'}
+            return self.keep(oid, self.content)
+        if oid not in self.hub.objects:
+            raise Refused(404, "NoSuchKey")
+        return self.piece(self.hub.objects[oid], {"ETag": f'"{oid}"'})
+
+    def keep(self, oid, content):
+        if sha256(content) != oid:
+            raise Refused(400, "the content's sha256 is another one")
+        with self.hub.lock:
+            self.hub.objects[oid] = content
+        return 200, b"", {"ETag": f'"{oid}"'}
+
+
+class _Hub(_Storage):
+    def respond(self):
+        token = (self.headers["Authorization"] or "").removeprefix("Bearer ")
+        if token and token not in self.hub.ROLES:
+            raise Refused(401, "Invalid credentials in Authorization header")
+        self.role = self.hub.ROLES.get(token)
+        parts = self.route.strip("/").split("/")
+        method = "get" if self.command == "HEAD" else self.command.lower()
+        if parts[:2] == ["api", "models"]:
+            self.name = "/".join(parts[2:4])
+            action = getattr(self, f"{method}_{(parts[4:5] or ['info'])[0].replace('-', '_')}", None)
+            if action:
+                return action(parts[5:])
+        elif parts[0] == "api":
+            action = getattr(self, f"{method}_{'_'.join(parts[1:]).replace('-', '_')}", None)
+            if action:
+                return action()
+        elif parts[0] == "lfs":
+            return self.join_parts(parts[1])
+        elif len(parts) > 2:
+            self.name = "/".join(parts[:2]).removesuffix(".git")
+            if parts[2] == "info":
+                return self.batch() if parts[-1] == "batch" else self.verify()
+            if parts[2] == "resolve":
+                revision = parts[3]
+                return self.resolve(revision, self.route.split(f"/resolve/{revision}/", 1)[1])
+        raise Refused(404, "Not Found")
+
+    # Who may do what
+
+    def may_write(self):
+        owner = self.name.partition("/")[0]
+        if self.role == "fineGrained":
+            return owner == USER
+        return self.role == "write" and RIGHTS.get(owner) in ("admin", "write")
+
+    def repository(self):
+        found = self.hub.repositories.get(self.name)
+        hidden = found is None or (found.private and not (self.role and self.name.partition("/")[0] in RIGHTS))
+        if hidden and not self.role:
+            raise Refused(401, "Invalid username or password.")
+        if hidden:
+            raise Refused(404, "Repository not found", "RepoNotFound")
+        return found
+
+    def writable(self):
+        found = self.repository()
+        if not self.role:
+            raise Refused(401, "Invalid username or password.")
+        if not self.may_write():
+            raise Refused(403, "Forbidden: pass `create_pr=1` as a query parameter to create a Pull Request")
+        return found
+
+    def get_whoami_v2(self):
+        if not self.role:
+            raise Refused(401, "Invalid username or password.")
+        organisations = [{"name": name, "roleInOrg": role} for name, role in RIGHTS.items() if name != USER]
+        token = {"displayName": "a token", "role": self.role}
+        return 200, {"type": "user", "name": USER, "orgs": organisations, "auth": {"accessToken": token}}, {}
+
+    def get_auth_check(self, rest):
+        found = self.writable() if rest == ["write"] else self.repository()
+        if found.gated and not self.may_write():
+            raise Refused(403, f"Access to model {self.name} is restricted", "GatedRepo")
+        return 200, {}, {}
+
+    # Making repositories and branches
+
+    def post_repos_create(self):
+        asked = json.loads(self.content)
+        self.name = f"{asked.get('organization') or USER}/{asked['name']}"
+        if not self.role:
+            raise Refused(401, "Invalid username or password.")
+        if not self.may_write():
+            owner = self.name.partition("/")[0]
+            raise Refused(403, f'You don\'t have the rights to create a model under the namespace "{owner}"')
+        with self.hub.lock:
+            if self.name in self.hub.repositories:
+                raise Refused(409, "You already created this model repo", url=f"{self.hub.url}/{self.name}")
+            self.hub.create(self.name, bool(asked.get("private")) or asked.get("visibility") == "private")
+        return 200, {"url": f"{self.hub.url}/{self.name}", "name": self.name}, {}
+
+    def post_branch(self, rest):
+        with self.hub.lock:
+            found, branch = self.writable(), "/".join(rest)
+            if branch in found.branches:
+                raise Refused(409, "Reference already exists")
+            start = json.loads(self.content or b"{}").get("startingPoint", "main")
+            found.branches[branch] = self.hub.head(found, start).oid
+        return 201, {}, {}
+
+    # Looking
+
+    def get_agent_harnesses(self):
+        return 200, {"standardEnvVars": [], "harnesses": {}}, {}
+
+    def get_info(self, _):
+        return self.get_revision(["main"])
+
+    def get_revision(self, rest):
+        found = self.repository()
+        head = self.hub.head(found, "/".join(rest))
+        told = {"_id": "0", "id": self.name, "modelId": self.name, "sha": head.oid, "private": found.private}
+        siblings = [{"rfilename": name} for name in sorted(head.files)]
+        return 200, {**told, "gated": "manual" if found.gated else False, "siblings": siblings, "tags": []}, {}
+
+    def get_refs(self, _):
+        branches = [
+            {"name": name, "ref": f"refs/heads/{name}", "targetCommit": oid}
+            for name, oid in self.repository().branches.items()
         ]
-        return self.answer(200, {"files": files})
+        return 200, {"branches": branches, "tags": [], "converts": []}, {}
 
-    def lfs(self, token, body, name, repository, action):
-        hub, wanted = self.server_hub, json.loads(body)
-        if not self.may_write(token, name):
-            return self.refuse(403, "", "You have no write access to this repo")
-        if action == "verify":
-            return self.answer(200 if wanted["oid"] in hub.large else 404)
-        found = []
-        for one in wanted["objects"]:
-            entry = {"oid": one["oid"], "size": one["size"]}
-            if one["oid"] not in hub.large:
-                upload = {"href": f"{hub.url}/lfs/{one['oid']}"}
-                if one["size"] > _PART:
-                    count = -(-one["size"] // _PART)
-                    links = {str(i): f"{hub.url}/lfs/{one['oid']}/{i}" for i in range(1, count + 1)}
-                    upload["header"] = {"chunk_size": str(_PART), **links}
-                verify = {"href": f"{hub.url}/{name}.git/info/lfs/objects/verify"}
-                entry["actions"] = {"upload": upload, "verify": verify}
-            found.append(entry)
-        return self.answer(200, {"objects": found, "transfer": "basic"})
+    def get_tree(self, rest):
+        head = self.hub.head(self.repository(), rest[0])
+        below = "".join(f"{part}/" for part in rest[1:])
+        listed = [entry(name, content) for name, content in sorted(head.files.items()) if name.startswith(below)]
+        if below and not listed:
+            raise Refused(404, f"{below} does not exist", "EntryNotFound")
+        return 200, listed, {}
 
-    def store(self, body):
-        hub, (oid, *part) = self.server_hub, self.route.removeprefix("/lfs/").split("/")
-        if part:
-            hub.parts[oid, int(part[0])] = body
-            return self.answer(200, headers={"ETag": f'"{hashlib.md5(body).hexdigest()}"'})
-        if self.command == "POST":  # all parts are there
-            order = [part["partNumber"] for part in json.loads(body)["parts"]]
-            body = b"".join(hub.parts[oid, number] for number in order)
-        if hashlib.sha256(body).hexdigest() != oid:
-            return self.answer(400, {"error": "the content is not that of its sum"})
-        hub.large[oid] = body
-        return self.answer(200)
+    def resolve(self, revision, name):
+        found = self.repository()
+        if found.gated and not self.may_write():
+            raise Refused(403, f"Access to model {self.name} is restricted", "GatedRepo")
+        head = self.hub.head(found, revision)
+        if name not in head.files:
+            raise Refused(404, "Entry not found", "EntryNotFound")
+        content = head.files[name]
+        told = {"X-Repo-Commit": head.oid, "ETag": f'"{git_oid(content)}"'}
+        if not is_large(name, len(content)):
+            return self.piece(content, told)
+        oid = sha256(content)
+        with self.hub.lock:
+            self.hub.objects[oid] = content
+        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
+        return 302, b"", {**told, **linked, "Location": f"{self.hub.storage_url}/lfs/{oid}?{SIGNATURE}"}
 
-    def commit(self, token, body, name, repository, revision):
-        hub = self.server_hub
-        if not self.may_write(token, name):
-            return self.refuse(403, "", "You have no write access to this repo")
-        before = repository.find(revision)
-        if before is None:
-            return self.refuse(404, "RevisionNotFound", "Invalid rev id")
-        files, title = dict(before["files"]), ""
-        for line in body.splitlines():
-            kind, value = (json.loads(line)[key] for key in ("key", "value"))
-            if kind == "header":
-                title = value["summary"]
-                if value.get("parentCommit") not in (None, before["oid"]):
-                    return self.refuse(412, "", "A commit has happened since")
-            elif kind == "file":
-                files[value["path"]] = base64.b64decode(value["content"])
-            elif kind == "lfsFile":
-                if value["oid"] not in hub.large:
-                    return self.refuse(400, "", "this large file was not uploaded")
-                files[value["path"]] = hub.large[value["oid"]]
-            elif kind == "deletedFile":
-                files.pop(value["path"], None)
-        oid = repository.commit(revision, files, title)
-        return self.answer(200, {"success": True, "commitOid": oid, "commitUrl": f"{hub.url}/{name}/commit/{oid}"})
+    # Sending
 
-    def branch(self, token, body, name, repository, branch):
-        if not self.may_write(token, name):
-            return self.refuse(403, "", "You have no write access to this repo")
-        if branch in repository.branches:
-            return self.refuse(409, "", "this branch is there already")
-        repository.branches[branch] = repository.branches["main"]
-        return self.answer(200)
+    def post_validate_yaml(self):
+        return 200, {"errors": [], "warnings": []}, {}
 
-    def info(self, token, _, name, repository, revision):
-        commit = repository.find(revision or "main")
-        if commit is None:
-            return self.refuse(404, "RevisionNotFound", "Invalid rev id")
-        siblings = [{"rfilename": file} for file in commit["files"]]
-        known = {"id": name, "modelId": name, "sha": commit["oid"], "private": repository.private}
-        return self.answer(200, {**known, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
+    def post_preupload(self, rest):
+        there = self.hub.head(self.writable(), "/".join(rest)).files
+        answers = []
+        for file in json.loads(self.content)["files"]:
+            name, large = file["path"], is_large(file["path"], file["size"])
+            told = {"path": name, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            if name in there:
+                told["oid"] = sha256(there[name]) if large else git_oid(there[name])
+            answers.append(told)
+        return 200, {"files": answers}, {}
 
-    def tree(self, token, _, name, repository, revision):
-        commit = repository.find(revision)
-        if commit is None:
-            return self.refuse(404, "RevisionNotFound", "Invalid rev id")
-        entries = []
-        for path, content in commit["files"].items():
-            entry = {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
-            if self.is_large(path, content):
-                digest = hashlib.sha256(content).hexdigest()
-                entry["lfs"] = {"oid": digest, "size": len(content), "pointerSize": 130}
-            entries.append(entry)
-        return self.answer(200, entries)
+    def batch(self):
+        self.writable()
+        objects = []
+        for wanted in json.loads(self.content)["objects"]:
+            oid, size = wanted["oid"], wanted["size"]
+            actions = {}
+            if oid not in self.hub.objects:
+                upload = {"href": f"{self.hub.storage_url}/lfs/{oid}?{SIGNATURE}"}
+                if self.hub.part_bytes and size > self.hub.part_bytes:
+                    parts = range(1, -(-size // self.hub.part_bytes) + 1)
+                    places = {f"{part:05d}": f"{self.hub.storage_url}/lfs/{oid}/{part}?{SIGNATURE}" for part in parts}
+                    upload = {
+                        "href": f"{self.hub.url}/lfs/{oid}/complete",
+                        "header": {"chunk_size": str(self.hub.part_bytes), **places},
+                    }
+                verify = {"href": f"{self.hub.url}/{self.name}.git/info/lfs/objects/verify"}
+                actions = {"actions": {"upload": upload, "verify": verify}}
+            objects.append({"oid": oid, "size": size, **actions})
+        return 200, {"transfer": "basic", "objects": objects}, {}
 
-    @staticmethod
-    def is_large(path, content):
-        return len(content) > _LARGE or path.endswith(".safetensors")
+    def join_parts(self, oid):
+        told = json.loads(self.content)
+        pieces = [self.hub.parts.get((oid, part["partNumber"]), b"") for part in told["parts"]]
+        if [f'"{hashlib.md5(piece).hexdigest()}"' for piece in pieces] != [part["etag"] for part in told["parts"]]:
+            raise Refused(400, "a part is another one")
+        return self.keep(oid, b"".join(pieces))
 
-    def resolve(self, token, _, name, repository, revision, path):
-        commit = repository.find(revision)
-        if commit is None:
-            return self.refuse(404, "RevisionNotFound", "Invalid rev id")
-        content = commit["files"].get(path)
-        if content is None:
-            return self.refuse(404, "EntryNotFound", "Entry not found")
-        kind = hashlib.sha256 if self.is_large(path, content) else hashlib.sha1
-        headers = {"X-Repo-Commit": commit["oid"], "ETag": f'"{kind(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-        begin = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range") or "")
-        if begin:
-            rest = content[int(begin[1]) :]
-            headers["Content-Range"] = f"bytes {begin[1]}-{len(content) - 1}/{len(content)}"
-            return self.answer(206, rest, headers)
-        if self.command == "HEAD":
-            headers["Content-Length"] = len(content)
-        return self.answer(200, content, headers)
+    def verify(self):
+        self.writable()
+        told = json.loads(self.content)
+        if len(self.hub.objects.get(told["oid"], b"")) != told["size"]:
+            raise Refused(404, "Object does not exist")
+        return 200, {}, {}
+
+    def post_commit(self, rest):
+        branch = "/".join(rest)
+        lines = [json.loads(line) for line in self.content.splitlines()]
+        with self.hub.lock:
+            found = self.writable()
+            if branch not in found.branches:
+                raise Refused(404, f"Invalid rev id: {branch}", "RevisionNotFound")
+            files, message = dict(self.hub.head(found, branch).files), ""
+            for line in lines:
+                value = line["value"]
+                if line["key"] == "header":
+                    message = value["summary"]
+                    if value.get("parentCommit") not in (None, found.branches[branch]):
+                        raise Refused(412, "A commit has happened since. Please refresh and try again.")
+                elif line["key"] == "file":
+                    files[value["path"]] = base64.b64decode(value["content"], validate=True)
+                elif line["key"] == "lfsFile":
+                    if value["oid"] not in self.hub.objects:
+                        raise Refused(400, f"{value['path']}: the LFS object was not sent")
+                    files[value["path"]] = self.hub.objects[value["oid"]]
+                elif line["key"] == "deletedFile" and files.pop(value["path"], None) is None:
+                    raise Refused(404, "A file with this name doesn't exist", "EntryNotFound")
+            oid = self.hub.commit(found, branch, message, files)
+        address = f"{self.hub.url}/{self.name}/commit/{quote(oid)}"
+        return 200, {"success": True, "commitOid": oid, "commitUrl": address, "hookOutput": ""}, {}
+
+
+def entry(name, content):
+    """What a listing says of a file."""
+    told = {"type": "file", "path": name, "size": len(content), "oid": git_oid(content)}
+    if is_large(name, len(content)):
+        told["lfs"] = {"oid": sha256(content), "size": len(content), "pointerSize": 134}
+    return told
