@@ -317,3 +317,30 @@ def test_what_is_refused_of_a_comparison(plan, changes, words):
     with pytest.raises(UserError) as caught:
         config.load_compare(plan(**changes))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.source=hub:a/b@hf_AbCdEfGhIjKlMnOpQr",
+        "init=https://me:secret@hub/x",
+        "runtime.push_to_hub=hf_AbCdEfGhIjKlMn",
+    ],
+)
+def test_a_recipe_does_not_hold_a_token(override):
+    with pytest.raises(UserError, match="holds what looks like an access token or a password") as error:
+        config.load_run("mpp_demo", [override])
+    assert "AbCdEf" not in str(error.value) and "secret" not in str(error.value)
+
+
+def test_a_model_section_from_elsewhere_is_read_as_strictly_as_a_recipe():
+    assert config.model_from({"name": "vit_base_patch16_224", "depth": 3}, "config.json").depth == 3
+    for values, words in [
+        ({"name": "vit", "checkpoint_path": "/etc/passwd"}, "unknown key model.checkpoint_path"),
+        ({"name": "vit", "depth": "3"}, "config.json.*model.depth must be a whole number"),
+        ({}, "config.json: model.name is missing"),
+        (["vit"], "config.json: model is no section"),
+        (None, "config.json: model is no section"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            config.model_from(values, "config.json")

@@ -1094,3 +1094,146 @@ def test_the_curves_of_a_probed_run_have_a_third_panel(tiny, tmp_path):
         with Image.open(tmp_path / name / "figures" / "curves.png") as picture:
             sizes.append(picture.width)
     assert sizes[1] == pytest.approx(1.5 * sizes[0], abs=2)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_continued_from(tiny, tmp_path, capsys):
+    path = tiny(model__dropout=0.1, optim__steps=6, runtime__save_every=2)
+    pretrain(path, tmp_path / "straight")
+    shutil.copytree(tmp_path / "straight", tmp_path / "broken")
+    (tmp_path / "broken" / "summary.json").unlink()
+    file = newest(tmp_path / "broken") / "state" / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    pretrain(path, tmp_path / "broken")
+    said = capsys.readouterr().out
+    assert "warning: " in said and "step_00000006/state/optimizer.safetensors is damaged" in said
+    assert "step_00000006.damaged, and step 4 is continued from" in said and "continues from step 4" in said
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "broken"))
+    assert records(tmp_path / "straight", *TIMES) == records(tmp_path / "broken", *TIMES)
+    names = sorted(folder.name for folder in (tmp_path / "broken" / "checkpoints").iterdir())
+    assert names == ["step_00000004", "step_00000006", "step_00000006.damaged"]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_left_as_it_is(tiny, tmp_path):
+    path = tiny(optim__steps=4, runtime__save_every=2)
+    pretrain(path, tmp_path / "run")
+    (tmp_path / "run" / "summary.json").unlink()
+    for _, folder in checkpoint.complete(tmp_path / "run" / "checkpoints"):
+        (folder / "state" / "meta.json").unlink()
+    before = hashes(tmp_path / "run")
+    with pytest.raises(
+        UserError, match=r"every checkpoint in .* is damaged(?s:.*)step_00000002/state/meta.json is missing"
+    ):
+        pretrain(path, tmp_path / "run")
+    assert hashes(tmp_path / "run") == before
+
+
+def test_the_state_of_another_recipe_is_refused(tiny, tmp_path):
+    pretrain(tiny("one"), tmp_path / "one")
+    pretrain(tiny("other", optim__learning_rate=0.5), tmp_path / "other")
+    (tmp_path / "one" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "one" / "checkpoints")
+    shutil.copytree(tmp_path / "other" / "checkpoints", tmp_path / "one" / "checkpoints")
+    before = hashes(tmp_path / "one")
+    with pytest.raises(UserError, match="is the state of another recipe") as error:
+        pretrain(tiny("one"), tmp_path / "one")
+    assert str(error.value).splitlines()[1:] == ["  optim.learning_rate: 0.5 there, 0.001 here"]
+    assert hashes(tmp_path / "one") == before
+
+
+def test_the_best_checkpoint_outlives_a_stop_and_worse_scores(tiny, tmp_path, monkeypatch, capsys):
+    losses = iter([5.0, 3.0, 4.0, 4.5, 4.6, 4.7, 4.8, 4.9, 4.95])
+    original = job._held_out_figures
+
+    def measured(one):
+        return original(one) | {"held_out_loss": next(losses)}
+
+    monkeypatch.setattr(job, "_held_out_figures", measured)
+    path = tiny(
+        optim__steps=8, runtime__save_every=1, runtime__eval_every=1, runtime__keep=1, runtime__keep_every=3,
+        runtime__keep_best="held_out_loss",
+    )  # fmt: skip
+    counts = iter(range(100))
+
+    class AtTheFourth(list):
+        def __bool__(self):
+            return next(counts) == 3
+
+    from contextlib import contextmanager
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_stop_signals", contextmanager(lambda: (yield AtTheFourth())))
+        with pytest.raises(errors.Stopped):
+            pretrain(path, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    assert [step for step, _ in checkpoint.complete(folder)] == [2, 3, 4]
+    before = hashes(folder / "step_00000002")
+    summary = pretrain(path, tmp_path / "run")
+    assert [step for step, _ in checkpoint.complete(folder)] == [2, 3, 6, 8]
+    assert hashes(folder / "step_00000002") == before
+    assert summary["best"] == {"metric": "held_out_loss", "value": 3.0, "step": 2}
+    assert f"best held_out_loss 3 at step 2: {folder / 'step_00000002'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["runtime.keep_best=held_out_acuracy"], "held_out_acuracy is not measured in this run; there are .*held_out_loss"),
+        (["runtime.keep_best=loss"], "runtime.keep_best=loss must be a held-out number"),
+        (["runtime.keep_best=held_out_loss", "runtime.save_every=3"], "save_every=3 must be a multiple of runtime.eval_every=2"),
+        (["runtime.keep_best=probe_5_shot_accuracy"], "must be a multiple of probe.every=0"),
+        (["runtime.keep_every=3"], "runtime.keep_every=3 must be a multiple of runtime.save_every=2"),
+        (["runtime.keep_every=-2"], "must not be negative"),
+        (["runtime.push_to_hub=name"], "runtime.push_to_hub=name is no repository of the Hub; give ORG/NAME"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_kept_or_pushed_is_refused_before_anything_is_written(tiny, tmp_path, changes, words):
+    path = tiny(runtime__save_every=2, runtime__eval_every=2)
+    with pytest.raises(UserError, match=words):
+        pretrain(path, tmp_path / "run", *changes)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_fine_tuning_has_no_best_checkpoint(tiny, tmp_path):
+    with pytest.raises(UserError, match="a fine-tuning measures nothing before its end"):
+        finetune(
+            tiny(), tmp_path / "run", "runtime.keep_best=held_out_loss", "runtime.eval_every=1", "runtime.save_every=1"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_probe_can_choose_the_best_checkpoint(tiny, tmp_path):
+    path = tiny(runtime__save_every=2, runtime__keep=1)
+    changes = ["probe.every=2", "probe.shots=[1]", "probe.neighbors=[2]", "runtime.keep_best=probe_2_nn_accuracy"]
+    summary = pretrain(path, tmp_path / "run", *changes)
+    found = {
+        record["step"]: record["probe_2_nn_accuracy"]
+        for record in records(tmp_path / "run")
+        if "probe_2_nn_accuracy" in record
+    }
+    best = max(found, key=lambda step: (found[step], -step))
+    assert summary["best"] == {"metric": "probe_2_nn_accuracy", "value": found[best], "step": best}
+
+
+def test_a_full_disk_costs_no_checkpoint(tiny, tmp_path, monkeypatch):
+    import resource
+
+    path = tiny(optim__steps=6, runtime__save_every=2)
+    pretrain(path, tmp_path / "straight")
+    original, limits = checkpoint.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(folder, step, **more):
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+        try:
+            return original(folder, step, **more)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", full)
+        with pytest.raises(UserError, match="step 4 can't be written .* the checkpoint of step 2 is whole"):
+            pretrain(path, tmp_path / "run")
+    assert [step for step, _ in checkpoint.complete(tmp_path / "run" / "checkpoints")] == [2]
+    pretrain(path, tmp_path / "run")
+    assert same(weights(tmp_path / "straight"), weights(tmp_path / "run"))
+    assert records(tmp_path / "straight", *TIMES) == records(tmp_path / "run", *TIMES)
