@@ -7,7 +7,7 @@
         hub.patch(monkeypatch, token=hub.WRITER)  # or this process
         hub.files("lab/model"), hub.commits("lab/model"), hub.requests
 
-It follows what the client sends and needs (huggingface_hub 1.5 to 2.4): who the caller is, creating repositories and
+It follows what the client sends and needs (huggingface_hub 1.22 to 2.4): who the caller is, creating repositories and
 branches, the LFS protocol with one part or several, commits, listings, and downloads with redirects and ranges. Large
 files lie on a second server with an origin of its own, as on the Hub, to which no access token may be sent. Xet, whose
 client is compiled and speaks with servers of its own, is switched off by its official setting, HF_HUB_DISABLE_XET=1.
@@ -104,7 +104,8 @@ class HubServer:
         self.folder = Path(tempfile.mkdtemp(prefix="mpp_hub_"))
         self.patched = False
         self.servers = [_server(self, handler) for handler in (_Hub, _Storage)]
-        self.url, self.storage_url = (f"http://127.0.0.1:{server.server_port}" for server in self.servers)
+        self.url = f"http://127.0.0.1:{self.servers[0].server_port}"
+        self.storage_url = f"http://localhost:{self.servers[1].server_port}"  # some clients look at the host alone
 
     def __enter__(self):
         for server in self.servers:
@@ -164,7 +165,7 @@ class HubServer:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_OFFLINE": "0",
             "TRANSFORMERS_OFFLINE": "0",
-            "NO_PROXY": "127.0.0.1",
+            "NO_PROXY": "127.0.0.1,localhost",
         }
 
     def patch(self, monkeypatch, home=None, token=None):
