@@ -92,7 +92,7 @@ def write(
         _sweep(folder)
         (draft / "state").mkdir(parents=True)
         about: dict[str, Any] = {"mpp": dict(description)} | ({"label_names": classes} if classes else {})
-        save_for_hf(encoder, str(draft), safe_serialization=True, model_config=about)
+        save_encoder(draft, encoder, about)
         objective = objective_weights(model, encoder)
         if objective:
             # One entry, for safetensors writes several in a random order, and equal weights shall be equal files.
@@ -123,6 +123,19 @@ def write(
     for path in _superfluous(folder, retention):
         _remove(path)
     return final
+
+
+def save_encoder(folder: Path, encoder: nn.Module, about: Mapping[str, Any]) -> None:
+    """Writes an encoder as timm and transformers read it: `model.safetensors` and `config.json`.
+
+    Args:
+        about: more values for `config.json`.
+    """
+    save_for_hf(encoder, str(folder), safe_serialization=True, model_config=dict(about))
+    config = json.loads((folder / "config.json").read_text())
+    # It stands beside them, too, and transformers takes no second one.
+    config.get("model_args", {}).pop("num_classes", None)
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def _sweep(folder: Path) -> None:

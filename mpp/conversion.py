@@ -1,12 +1,12 @@
 """From any REF to a folder in another library's layout."""
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from timm.models import ResNetV2, save_for_hf
+from timm.models import ResNetV2
 from torch import Tensor
 
 from mpp import checkpoint, config, export, official, references, wiring
@@ -17,6 +17,7 @@ from mpp.errors import UserError
 from mpp.model import load_encoder
 
 _USUAL_IMAGE_SIZE = 224
+_LARGEST_IMAGE_SIZE = 10_000  # in pixels; what lies above is no picture, but a fault in the file
 # What a config.json of timm's may say of a model, in the words of `model`; other arguments are refused.
 _OF_TIMM = {
     "img_size": "image_size",
@@ -25,7 +26,16 @@ _OF_TIMM = {
     "depth": "depth",
     "num_heads": "num_heads",
 }
-_DULL = ("num_classes", "global_pool", "class_token", "fc_norm", "drop_rate", "proj_drop_rate", "pos_drop_rate")
+_DULL = (
+    "num_classes",
+    "in_chans",
+    "global_pool",
+    "class_token",
+    "fc_norm",
+    "drop_rate",
+    "proj_drop_rate",
+    "pos_drop_rate",
+)
 
 
 def convert(ref: str, output: Path, *, to: str, model: str | None, image_size: int | None, console: Console) -> None:
@@ -42,7 +52,8 @@ def convert(ref: str, output: Path, *, to: str, model: str | None, image_size: i
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise UserError(f"{output} holds something already; name another folder")
     found = references.find_weights(ref, console.say)
-    encoder, classes, notes = _build(ref, found, model, image_size)
+    encoder, classes, description, notes = _build(ref, found, model, image_size)
+    found = dataclasses.replace(found, config=found.config | {"mpp": description})
     draft = output.absolute().with_name(f".{output.absolute().name}.writing")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -58,8 +69,8 @@ def convert(ref: str, output: Path, *, to: str, model: str | None, image_size: i
 
 def _build(
     ref: str, found: references.Weights, name: str | None, image_size: int | None
-) -> tuple[Encoder, list[str] | None, list[str]]:
-    """The encoder with its weights and its head, the head's classes, and what to say of them."""
+) -> tuple[Encoder, list[str] | None, dict[str, Any], list[str]]:
+    """The encoder with its weights and its head, the head's classes, its description, and what to say of them."""
     about, where, notes = found.config, str(found.path.with_name("config.json")), list[str]()
     own_size: Any
     own = about.get("mpp")
@@ -71,8 +82,8 @@ def _build(
         shape, own_size = config.model_from(own.get("model"), where), own.get("image_size")
     else:
         shape, own_size = _of_timm(about, where)
-    if not isinstance(own_size, int) or own_size < 1:
-        raise UserError(f"{where}: image_size={own_size} must be a positive number")
+    if not isinstance(own_size, int) or not 0 < own_size <= _LARGEST_IMAGE_SIZE:
+        raise UserError(f"{where}: image_size={own_size} must be a number from 1 to {_LARGEST_IMAGE_SIZE}")
     size = image_size or own_size
     tensors = dict(found.tensors)
     arguments = wiring.shape_of(shape)
@@ -92,7 +103,8 @@ def _build(
     pixels = about.get("pretrained_cfg") or {}
     set_pixel_statistics(encoder, pixels.get("mean", PIXEL_MEAN), pixels.get("std", PIXEL_STD))
     names = about.get("label_names")
-    return encoder.eval(), names if names and len(names) == classes else None, notes
+    description = {"model": dataclasses.asdict(shape), "image_size": size}
+    return encoder.eval(), names if names and len(names) == classes else None, description, notes
 
 
 def _put_head(encoder: Encoder, head: dict[str, Tensor], ref: str) -> None:
@@ -115,7 +127,9 @@ def _of_timm(about: dict[str, Any], where: str) -> tuple[ModelConfig, int]:
     if strange:
         raise UserError(f"{where}: model_args {', '.join(strange)} can't be taken over; name the model with --model")
     values = {_OF_TIMM[key]: value for key, value in arguments.items() if key in _OF_TIMM}
-    size = values.pop("image_size", None) or (pixels.get("input_size") or [0, _USUAL_IMAGE_SIZE])[-1]
+    size = values.pop("image_size", None) or pixels.get("input_size", [3, _USUAL_IMAGE_SIZE, _USUAL_IMAGE_SIZE])[1:]
+    if isinstance(size, list) and len(size) == 2 and size[0] == size[1]:
+        size = size[0]
     if about.get("global_pool") == "avg":
         values["pool"] = "gap" if arguments.get("class_token") is False else "patches"
     architecture = str(about.get("architecture", "")).partition(".")[0]
@@ -123,13 +137,8 @@ def _of_timm(about: dict[str, Any], where: str) -> tuple[ModelConfig, int]:
 
 
 def _to_timm(encoder: Encoder, folder: Path, classes: list[str] | None, found: references.Weights) -> str:
-    about: dict[str, Any] = {key: value for key, value in found.config.items() if key == "mpp"}
-    save_for_hf(
-        encoder,
-        str(folder),
-        safe_serialization=True,
-        model_config=about | ({"label_names": classes} if classes else {}),
-    )
+    about = {"mpp": found.config["mpp"], **({"label_names": classes} if classes else {})}
+    checkpoint.save_encoder(folder, encoder, about)
     beside = found.path.with_name(references.OBJECTIVE)
     if beside.is_file():
         shutil.copyfile(beside, folder / beside.name)
@@ -143,8 +152,7 @@ def _checked_by(
 ) -> Callable[[Encoder, Path, list[str] | None, references.Weights], str]:
     def written(encoder: Encoder, folder: Path, classes: list[str] | None, found: references.Weights) -> str:
         pixels: Any = encoder.pretrained_cfg
-        with torch.no_grad():
-            difference = write(encoder, folder, mean=pixels["mean"], std=pixels["std"], classes=classes)
+        difference = write(encoder, folder, mean=pixels["mean"], std=pixels["std"], classes=classes)
         return f"{library} gives the same features (largest difference {difference:.1e})"
 
     return written

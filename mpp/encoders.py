@@ -187,13 +187,8 @@ def _plain(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module:
     if own:
         _require_usual_blocks(name)
     config = _pretrained_cfg(name, image_size, classes, "patch_embed.proj", "head")
-    return _made_by_timm(name, config, arguments, own)
-
-
-def _made_by_timm(name: str, config: dict[str, Any], arguments: dict[str, Any], own: dict[str, Any]) -> nn.Module:
-    """A model by timm's name; `own` are classes of this package, which a checkpoint's config.json does not name."""
     encoder: Any = timm.create_model(name, pretrained_cfg=config, **arguments, **own)
-    for key in (*own, "num_classes"):  # the latter stands there by itself, and transformers takes no second one
+    for key in own:  # a checkpoint's config.json is for timm's own classes
         encoder._model_args.pop(key)
     return encoder
 
@@ -225,7 +220,7 @@ def _hybrid(name: str, image_size: int, classes: int, shape: Shape) -> nn.Module
     arguments = _transformer_arguments(image_size, classes, shape)
     config = _pretrained_cfg(name, image_size, classes, "patch_embed.backbone.stem.conv", "head")
     if timm.is_model(name) and shape.layers is None and shape.width_factor is None:
-        return _made_by_timm(name, config, arguments, {})
+        return timm.create_model(name, pretrained_cfg=config, **arguments)
     found = _HYBRID.fullmatch(name)
     if found is None:
         raise UserError(f"model.layers and model.width_factor are not for {name}; leave them out")

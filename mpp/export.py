@@ -130,7 +130,7 @@ def to_onnx(
     with _undisturbed():
         try:
             import onnx
-            import onnxruntime  # type: ignore[import-untyped]
+            import onnxruntime
             import onnxscript  # noqa: F401  torch's exporter is built on it
         except ModuleNotFoundError as error:
             raise _missing("ONNX", error) from None

@@ -5,6 +5,7 @@ import json
 import logging
 import random
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -446,6 +447,21 @@ def test_nothing_else_is_changed_written_or_said(function, tmp_path, monkeypatch
     for old, new in zip(before.state_dict().values(), encoder.state_dict().values(), strict=True):
         assert torch.equal(old, new)
     assert {file.name for file in tmp_path.iterdir()} == {"working", "out"} and not any(working.iterdir())
+
+
+def test_what_libraries_say_and_draw_stays_from_the_caller(capfd, caplog):
+    state = torch.get_rng_state()
+    with pytest.raises(KeyError), export._undisturbed():
+        print("said")
+        print("said", file=sys.stderr)
+        warnings.warn("said", stacklevel=1)
+        logging.getLogger("transformers").error("said")
+        torch.rand(3)
+        raise KeyError  # whose way out restores as much
+    assert capfd.readouterr() == ("", "") and not caplog.records
+    assert torch.equal(torch.get_rng_state(), state)
+    logging.getLogger("transformers").error("heard")
+    assert [record.getMessage() for record in caplog.records] == ["heard"]
 
 
 @pytest.mark.parametrize(
