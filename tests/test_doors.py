@@ -1,9 +1,11 @@
 """The entry points as a person runs them: help, faults, other folders, launchers, and an installed wheel."""
 
+import importlib
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
@@ -23,6 +25,17 @@ def test_help_from_a_folder_full_of_traps(tmp_path, door):
     assert done.returncode == 0, done.stderr
     for word in ("--recipe", "--output", "--overwrite", "--dry-run", "key=value", "mpp_demo", "example:"):
         assert word in done.stdout
+
+
+def test_help_of_the_hub(tmp_path):
+    done = command(ROOT / "mpp/hub.py", "--help", cwd=tmp_path)
+    assert done.returncode == 0 and all(
+        word in done.stdout for word in ("push", "pull", "convert", "HF_TOKEN", "example:")
+    )
+    door = importlib.import_module("mpp.hub")
+    from mpp import conversion
+
+    assert tuple(conversion.LAYOUTS) == door.LAYOUTS
 
 
 @pytest.mark.parametrize("door", DOORS[:2])
@@ -54,6 +67,32 @@ def test_faults_are_one_message_and_status_2(tmp_path, door, arguments, words):
     assert done.stderr.startswith("error: ") and words in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(signal.SIGTERM, "stopped by SIGTERM; the same command continues"), (signal.SIGUSR1, "stopped by SIGUSR1;")],
+)
+def test_signals_outside_the_loop_end_in_one_message(number, words):
+    code = (
+        "import os, signal; from mpp.command_line import exit_with\n"
+        f"exit_with(lambda: (os.kill(os.getpid(), {int(number)}), signal.pause()))"
+    )
+    done = command("-c", code)
+    assert done.returncode == 130 and words in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_full_disk_is_one_message():
+    code = "from mpp.command_line import exit_with\nexit_with(lambda: open('/dev/full', 'wb', 0).write(b'x'))"
+    done = command("-c", code)
+    assert done.returncode == 2 and done.stderr.startswith("error: [Errno 28] No space left on device")
+    assert "Make room, then the same command continues" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_no_message_shows_a_token(tmp_path):
+    token = "hf_AbCdEfGhIjKlMnOpQrStUv"
+    done = command(ROOT / "mpp/pretrain.py", "--recipe", f"recipes_of_{token}", cwd=tmp_path, env={"HF_TOKEN": token})
+    assert done.returncode == 2 and "no such recipe" in done.stderr and token not in done.stderr + done.stdout
 
 
 def test_doors_without_a_recipe_say_what_there_is(tmp_path):
