@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 import torch
 from scipy.optimize import minimize
-from sklearn.preprocessing import StandardScaler
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize, one_hot
@@ -219,6 +218,8 @@ def _standardisation(fit: np.ndarray, device: torch.device | str) -> Callable[[n
     Where `fit` has fewer rows than features, axes are turned to the few that its rows span: no other can have a
     weight, and what is least stays so.
     """
+    from sklearn.preprocessing import StandardScaler  # here, for it takes a second that others need not wait
+
     scaler = StandardScaler()
     for start in range(0, len(fit), _CHUNK):
         scaler.partial_fit(np.asarray(fit[start : start + _CHUNK], dtype=np.float64))

@@ -642,6 +642,12 @@ def rehearse_arm(pretraining: RunConfig | None, tunings: Sequence[RunConfig]) ->
         pretraining: of the encoder that the fine-tunings start from; None where their `init` exists already.
         tunings: recipes that differ in their seed alone.
     """
+    for recipe in (*tunings, *([pretraining] if pretraining else [])):
+        if recipe.runtime.push_to_hub:
+            raise UserError(
+                f"runtime.push_to_hub={recipe.runtime.push_to_hub}: all runs of a comparison would go to one "
+                "repository; leave it out, and send the one that you choose by mpp/hub.py push"
+            )
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     silent, first = Console(quiet=True), tunings[0]
     weights: references.Weights | None = None

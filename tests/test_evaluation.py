@@ -22,7 +22,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.preprocessing import StandardScaler
 
 from eval import few_shot, linear_probe
-from mpp import config, data, evaluation, frozen, run, run_folder, sources
+from mpp import checkpoint, config, data, evaluation, frozen, run, run_folder, sources
 from mpp.console import Console
 from mpp.errors import UserError
 
@@ -358,6 +358,10 @@ def test_other_weights_or_pixels_under_the_same_name_are_not_taken_from_the_cach
     weights = load_file(file)
     weights["norm.bias"][0] += 0.5
     save_file(weights, file)
+    (file.parent / "SHA256SUMS").unlink()  # which would say that they are not those that were written
+    with pytest.raises(UserError, match="SHA256SUMS is missing"):
+        features_of(made, *here)
+    (file.parent / "SHA256SUMS").write_text(checkpoint.sums({file.name: file}))
     after = features_of(made, *here)
     expected = before.copy()
     expected[:, 0] += 0.5

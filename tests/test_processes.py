@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from accelerate import Accelerator
@@ -173,12 +171,9 @@ def test_fewer_held_out_images_than_processes(tmp_path, tiny):
     assert found[0]["held_out_target_classes"] == found[1]["held_out_target_classes"]
 
 
-def start(path, output, processes=1):
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+def start(path, output):
     return subprocess.Popen(
-        [*launcher, str(PRETRAIN), "--recipe", path, "--output", str(output)],
+        [sys.executable, str(PRETRAIN), "--recipe", path, "--output", str(output)],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -203,12 +198,15 @@ def figures(output):
     ]
 
 
-def run_to_its_end(path, output, processes):
-    if processes == 1:  # without the time of a start
-        run.pretrain(config.load_run(str(path))[0], output, Console())
-        return
-    done = command(PRETRAIN, "--recipe", path, "--output", output, processes=processes)
+def run_to_its_end(path, output):
+    run.pretrain(config.load_run(str(path))[0], output, Console())  # without the time of a start
+
+
+def drive(*arguments):
+    """What tests/kills.py tells."""
+    done = command(ROOT / "tests" / "kills.py", *arguments)
     assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
@@ -217,7 +215,7 @@ def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, cap
         model__dropout=0.1, optim__steps=120, runtime__save_every=6, runtime__log_every=2, runtime__workers=1,
         runtime__micro_batch=4, optim__average=0.9,
     )  # fmt: skip
-    run_to_its_end(path, tmp_path / "straight", 1)
+    run_to_its_end(path, tmp_path / "straight")
     process = start(path, tmp_path / "broken")
     wait_for_steps(tmp_path / "broken", 5)
     os.killpg(process.pid, number)  # to the loader's workers too, as a terminal and most schedulers do
@@ -226,7 +224,7 @@ def test_a_stopped_run_continues_to_the_same_weights(tiny, tmp_path, number, cap
     assert "stopping: the step is finished and saved first" in errors
     assert "the same command continues" in errors
     assert process.returncode == 130 and "Traceback" not in errors
-    run_to_its_end(path, tmp_path / "broken", 1)
+    run_to_its_end(path, tmp_path / "broken")
     assert "continues from step" in capsys.readouterr().out
     one, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "broken")
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -239,35 +237,13 @@ def test_two_processes_that_are_killed_and_stopped_are_continued_by_two_and_by_o
         model__dropout=0.1, optim__steps=120, runtime__save_every=2, runtime__log_every=2, runtime__workers=1,
         runtime__micro_batch=4, runtime__log_inputs=True, data__source="synthetic:21",
     )  # fmt: skip
-    run_to_its_end(path, tmp_path / "straight", 2)
-    process = start(path, tmp_path / "two", 2)
-    wait_for_steps(tmp_path / "two", 6)
-    for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-        each.kill()
-    process.communicate(timeout=60)
-    process = start(path, tmp_path / "two", 2)
-    wait_for_steps(tmp_path / "two", 20)
-    os.killpg(process.pid, signal.SIGTERM)  # torchrun passes it on
-    _, errors = process.communicate(timeout=60)
-    assert "the same command continues" in errors
-    assert not (tmp_path / "two" / "summary.json").exists(), "the run was over before it was stopped"
-    shutil.copytree(tmp_path / "two", tmp_path / "one")
-    run_to_its_end(path, tmp_path / "two", 2)
+    assert drive("pairs", path, tmp_path) == {"stopped": [130, 130]}
     assert figures(tmp_path / "straight") == figures(tmp_path / "two")
     first, other = last_weights(tmp_path / "straight"), last_weights(tmp_path / "two")
     assert all(torch.equal(first[name], other[name]) for name in first)
-    stopped = checkpoint.complete(tmp_path / "one" / "checkpoints")[-1][0]
-    for file in (tmp_path / "one" / "inputs").iterdir():  # what each of the two had read until then
-        kept = [
-            line for line in file.read_text().splitlines() if line.endswith("}") and json.loads(line)["step"] <= stopped
-        ]
-        file.with_suffix(".before.jsonl").write_text("\n".join(kept) + "\n")
-    run_to_its_end(path, tmp_path / "one", 1)
     straight, one = read(tmp_path / "straight"), read(tmp_path / "one")
     assert len(one) == 120 and all(len(samples) == 8 for samples in one.values())
-    assert {step: one[step] for step in range(stopped + 1, 121)} == {
-        step: straight[step] for step in range(stopped + 1, 121)
-    }
+    assert one == straight
     losses = [[record["loss"] for record in figures(tmp_path / name)] for name in ("straight", "one")]
     assert np.abs(np.subtract(*losses)).max() < 0.01  # the masks of dropout differ between one process and two
 
@@ -276,13 +252,8 @@ def test_twenty_kills_change_nothing(tiny, tmp_path):
     path = tiny(
         model__dropout=0.1, optim__steps=400, runtime__save_every=5, runtime__log_every=5, optim__average=0.9
     )  # fmt: skip
-    run_to_its_end(path, tmp_path / "straight", 1)
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "kills.py", path, tmp_path / "killed", "20", "0"],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kills = json.loads(done.stdout)
+    run_to_its_end(path, tmp_path / "straight")
+    kills = drive("kills", path, tmp_path / "killed", 20, 0)
     assert kills["random"] == kills["saving"] == 10 and kills["left_a_draft"] >= 5
     assert figures(tmp_path / "straight") == figures(tmp_path / "killed")
     folders = [checkpoint.complete(tmp_path / name / "checkpoints")[-1][1] for name in ("straight", "killed")]

@@ -716,3 +716,11 @@ def test_probes_have_a_source_of_their_own_and_its_splits(tmp_path):
     labelled_photos(tmp_path / "set", {"train": {"a": 2, "b": 2}, "validation": {"a": 1, "c": 1}})
     with pytest.raises(UserError, match="the classes of train and validation differ"):
         probes(f"probe.source=folder:{tmp_path / 'set'}")
+
+
+def test_the_runs_of_a_comparison_are_not_sent_to_one_repository():
+    tuning = config.load_run("finetune_demo", ["optim.learning_rate=0.1"])[0]
+    sent = dataclasses.replace(tuning, runtime=dataclasses.replace(tuning.runtime, push_to_hub="anna/vit"))
+    for pretraining, tunings in [(None, [sent]), (sent, [tuning])]:
+        with pytest.raises(UserError, match="all runs of a comparison would go to one repository"):
+            wiring.rehearse_arm(pretraining, tunings)
