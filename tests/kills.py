@@ -67,6 +67,11 @@ def writing(folder):
         return []
 
 
+def logged(folder):
+    file = folder / "metrics.jsonl"
+    return file.read_text().count("\n") if file.is_file() else 0
+
+
 def kills(recipe, folder, count, seed):
     draw = random.Random(seed)
     done = {"random": 0, "saving": 0, "left_a_draft": 0}
@@ -74,8 +79,10 @@ def kills(recipe, folder, count, seed):
         kind = "saving" if done["saving"] < done["random"] else "random"
         before, began = writing(folder), time.monotonic()
         children = start(recipe, folder)
-        if kind == "random":
-            time.sleep(draw.uniform(0.0, 1.0))
+        if kind == "random":  # but not so late that a fast machine is through before the last kill
+            until, lines = began + draw.uniform(0.0, 1.0), logged(folder)
+            while time.monotonic() < until and logged(folder) < lines + 3:
+                time.sleep(0.001)
         else:
             while writing(folder) in ([], before) and time.monotonic() < began + _PATIENCE:
                 pass
